@@ -104,6 +104,7 @@ inline int __clzll(u64 x) { return std::countl_zero(x); }
 inline u32 __popc(u32 x) { return std::popcount(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline u32 __float_as_uint(float x) { return std::bit_cast<u32>(x); }
 inline float __uint_as_float(u32 x) { return std::bit_cast<float>(x); }
 inline u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -120,17 +121,20 @@ template <typename T> inline T minus_infinity() {
     if constexpr (std::is_same_v<T, float>) return -INFINITY;
     else return T{0xff80};
 }
+inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
+inline u32 multiply_high(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
 inline float min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b); }
 struct alignas(16) Word4 { u32 x[4]; };
 inline Word4 load_once(const void* from) {
     Word4 made;
     return std::memcpy(&made, from, sizeof(made)), made;
 }
-template <typename T> inline u32 max_pair(u32 a, u32 b) {
+template <typename T, bool kNan = false> inline u32 max_pair(u32 a, u32 b) {
     u32 made = 0;
     for (u32 shift = 0; shift < 32; shift += 16) {
         const float x = to_float(T{u16(a >> shift)}), y = to_float(T{u16(b >> shift)});
-        made |= u32(u16((std::isnan(y) || x >= y ? a : b) >> shift)) << shift;
+        const bool first = kNan ? std::isnan(x) || x >= y : std::isnan(y) || x >= y;
+        made |= u32(u16((first ? a : b) >> shift)) << shift;
     }
     return made;
 }

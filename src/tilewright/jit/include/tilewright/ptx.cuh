@@ -59,6 +59,20 @@ __device__ inline float min_nan(float a, float b) {
     return least;
 }
 
+// The larger of two numbers; NaN if one is NaN.  [max.NaN]
+__device__ inline float max_nan(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
+// The high word of a product, of the 64-bit product: twice as fast as __umulhi on Hopper.
+__device__ inline u32 multiply_high(u32 a, u32 b) {
+    u32 high;
+    asm("{\n.reg .u64 p;\n.reg .u32 low;\nmul.wide.u32 p, %1, %2;\nmov.b64 {low, %0}, p;\n}\n" : "=r"(high) : "r"(a), "r"(b));
+    return high;
+}
+
 // The dynamic shared memory of the block.
 __device__ inline u8* dynamic_shared() {
     extern __shared__ __align__(1024) u8 dynamic_shared_bytes[];

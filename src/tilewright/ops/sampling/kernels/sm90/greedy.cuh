@@ -9,30 +9,9 @@
 #include <tilewright/cluster.cuh>
 #include <tilewright/copies.cuh>
 
-#include "sample_parts/numbers.cuh"
+#include "sample_parts/vector.cuh"
 
 namespace tilewright {
-
-// The largest of the elements in 16 bytes, +inf as the largest number; NaN only where all are.
-template <typename Element> __device__ inline float largest_of(const Word4& w) {
-    float largest;
-    if constexpr (sizeof(Element) == 4) {
-        const float a = fmaxf(__uint_as_float(w.x[0]), __uint_as_float(w.x[1]));
-        largest = fmaxf(a, fmaxf(__uint_as_float(w.x[2]), __uint_as_float(w.x[3])));
-    } else {
-        const u32 pair = max_pair<Element>(max_pair<Element>(w.x[0], w.x[1]), max_pair<Element>(w.x[2], w.x[3]));
-        largest = fmaxf(to_float(Element{u16(pair)}), to_float(Element{u16(pair >> 16)}));
-    }
-    return min_nan(largest, kLargest);
-}
-
-template <typename Element> __device__ inline float element_of(const Word4& w, u32 i) {
-    if constexpr (sizeof(Element) == 4) {
-        return min_nan(__uint_as_float(w.x[i]), kLargest);
-    } else {
-        return min_nan(to_float(Element{u16(w.x[i / 2] >> i % 2 * 16)}), kLargest);
-    }
-}
 
 // The best vector of a thread so far, and its first element's token.
 struct Best {
@@ -41,7 +20,7 @@ struct Best {
     Word4 vector = {};
 
     template <typename Element> __device__ void take(const Word4& w, int first_token) {
-        const float largest = largest_of<Element>(w);
+        const float largest = Largest<Element>(w).scalar();
         const bool better = largest > logit;
         logit = better ? largest : logit;
         token = better ? first_token : token;
@@ -89,19 +68,23 @@ __global__ void __launch_bounds__(Config::kThreads)
     };
 
     Best best;
-    u32 v = whole_begin + threadIdx.x;
-    for (; v + (kLoads - 1) * kThreads < whole_end; v += kLoads * kThreads) {
+    const u32 bits = Largest<Element>().bits;  // -inf
+    const Word4 nothing = {{bits, bits, bits, bits}};
+#pragma unroll 1
+    for (u32 v = whole_begin + threadIdx.x; v < whole_end; v += kLoads * kThreads) {
         Word4 loaded[kLoads];
 #pragma unroll
-        for (u32 i = 0; i < kLoads; ++i) loaded[i] = load_once(vectors + v + i * kThreads);
+        for (u32 i = 0; i < kLoads; ++i) {
+            loaded[i] = nothing;
+            if (v + i * kThreads < whole_end) loaded[i] = load_once(vectors + v + i * kThreads);
+        }
 #pragma unroll
         for (u32 i = 0; i < kLoads; ++i) best.take<Element>(loaded[i], token_of(v + i * kThreads));
     }
-    for (; v < whole_end; v += kThreads) best.take<Element>(load_once(vectors + v), token_of(v));
     if (best.logit > minus_infinity<float>()) {
         u32 first = 0;
 #pragma unroll
-        for (u32 i = kWidth; i > 0; --i) first = element_of<Element>(best.vector, i - 1) == best.logit ? i - 1 : first;
+        for (u32 i = kWidth; i > 0; --i) first = scalar_of<float>(element_of<Element>(best.vector, i - 1)) == best.logit ? i - 1 : first;
         best.token += int(first);
     }
     // The edges are the first and the last tokens of the row: the one wins ties, the other loses them

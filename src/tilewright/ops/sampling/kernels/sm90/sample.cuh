@@ -18,8 +18,11 @@ template <u32 kThreads> struct SampleMemory {
     Barrier loaded[4];
     Barrier listed;
     Exchange<kMeasures>::Memory exchange;
-    u64 partial[kThreads / 32 * kMeasures];
-    u64 found[kList];  // entries of this block
+    u64 partial[kThreads / 32];
+    union {
+        u64 found[kList];  // entries of this block, before any search
+        SearchMemory<kThreads, float> search;
+    };
     int groups[kMostGroups];
     Filters filters;
     u64 model_mass;  // of this block, where it is asked for
@@ -74,15 +77,10 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     }
     __syncthreads();  // also: vectors that are shared with other rows are written
     const u32 j = filters.restricts_k ? (u32(filters.k) + blocks - 1) / blocks : 0;
-    const bool bounded = j > 0 && j <= kMostGroups / 4 && u32(n) > kList;
+    const bool bounded = j > 0 && j <= min(kMostOfBlock, kThreads / 2) && u32(n) > kList;
 
     // The largest logit, and the bound
-    float maximum = minus_infinity<float>();
-    row.on_arrival([&](const typename Row::Elements& vector, u32) {
-#pragma unroll
-        for (u32 i = 0; i < Row::kWidth; ++i) maximum = fmaxf(maximum, vector.x[i]);
-    });
-    const int key = ordered(maximum), key_of_warp = __reduce_max_sync(~0u, key);
+    const int key = ordered(row.largest_on_arrival()), key_of_warp = __reduce_max_sync(~0u, key);
     if (lane == 0) shared.partial[warp] = u64(u32(key_of_warp));
     if (bounded) bound_of_block<kThreads>(key, j, shared.groups, &shared.bound);
     __syncthreads();
@@ -109,7 +107,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     if (mode == 2) {
         const Kept all{-kLargest, largest, steepness(1.0f), cut_of(0), 0};
         u64 sum = 0, weights[Row::kWidth];
-        row.each([&](const typename Row::Elements& vector, u32) { sum += weights_of(vector, all, weights); });
+        row.each_from(-kLargest, [&](const typename Row::Elements& vector, u32) { sum += weights_of(vector, all, weights); });
         const u64 mass = block_sum<kThreads>(sum, shared.partial);
         if (threadIdx.x == 0) shared.model_mass = mass;
     }
@@ -126,11 +124,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     // Few logits are left: a list in the first block
     if (!filters.greedy && (bounded || u32(n) <= kList)) {
         const float lo = value_of(bound);
-        row.each([&](const typename Row::Elements& vector, u32 v) {
-            bool any = false;
-#pragma unroll
-            for (u32 i = 0; i < Row::kWidth; ++i) any |= vector.x[i] >= lo;
-            if (!any) return;
+        row.each_from(lo, [&](const typename Row::Elements& vector, u32 v) {
 #pragma unroll
             for (u32 i = 0; i < Row::kWidth; ++i) {
                 if (!(vector.x[i] >= lo)) continue;
@@ -140,7 +134,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
         });
         __syncthreads();
         got = rounds.all(2, kThreads, [&](u32 i) { return i == 0 ? u64(shared.entries) : shared.model_mass; });
-        const u32 entries = lane < blocks ? u32(got[2 * lane]) : 0;
+        const u32 entries = lane < blocks ? u32(got[lane]) : 0;
         const u32 count = __reduce_add_sync(~0u, entries), before = __reduce_add_sync(~0u, lane < rank ? entries : 0);
         if (count <= kList) {
             ListMemory& list = *reinterpret_cast<ListMemory*>(row_memory);
@@ -150,7 +144,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
             if (rank != 0) return;
             delivery.wait();
             draw_from_list<kThreads>(list, count, &shared.chosen, filters, largest, shared.partial, [&](Drawn drawn) {
-                for (u32 i = 0; i < blocks; ++i) drawn.model_mass += got[2 * i + 1];
+                for (u32 i = 0; i < blocks; ++i) drawn.model_mass += got[kMostBlocks + i];
                 write(drawn);
             });
             return;
@@ -160,11 +154,11 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     // Thresholds
     int threshold = filters.greedy ? highest : kNothing + 1;
     if (filters.restricts_k) {
-        threshold = search<u32>(row, shared.partial, rounds, bound, highest, filters.steep, 1.0f, bounded,
+        threshold = search<u32>(row, shared.search, rounds, bound, highest, filters.steep, 1.0f, bounded,
                                 [&](u64) { return u64(filters.k); });
     }
     if (filters.restricts_p) {
-        threshold = search<u64>(row, shared.partial, rounds, threshold, highest, filters.steep, filters.t, false,
+        threshold = search<u64>(row, shared.search, rounds, threshold, highest, filters.steep, filters.t, false,
                                 [&](u64 total) { return share_of(total, filters.p); });
     }
 
@@ -183,8 +177,8 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     });
     u64 total = 0, before = 0, model_mass = 0;
     for (u32 i = 0; i < blocks; ++i) {
-        before += i < rank ? got[2 * i] : 0;
-        total += got[2 * i], model_mass += got[2 * i + 1];
+        before += i < rank ? got[i] : 0;
+        total += got[i], model_mass += got[kMostBlocks + i];
     }
     for (u32 w = 0; w < warp; ++w) before += shared.partial[w];
     const u64 u = random_below(filters.random, total);

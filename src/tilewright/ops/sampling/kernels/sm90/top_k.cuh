@@ -18,8 +18,11 @@ template <u32 kThreads, u32 kBest> struct TopKMemory {
     Barrier loaded[4];
     Barrier listed;
     Exchange<kMeasures>::Memory exchange;
-    u64 partial[kThreads / 32 * kMeasures];
-    u64 found[kList];       // entries of this block
+    u64 partial[kThreads / 32];
+    union {
+        u64 found[kList];  // entries of this block, before any search
+        SearchMemory<kThreads, int> search;
+    };
     u64 entries[kEntries];  // of all blocks, in the first
     int groups[kMostGroups];
     int bound;
@@ -81,12 +84,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
 
     // The largest key, and the bound
     const u32 j = (u32(k) + blocks - 1) / blocks;
-    const bool bounded = j <= kMostGroups / 4 && u32(n) > kList;
-    int key = kNothing;
-    row.on_arrival([&](const typename Row::Elements& vector, u32) {
-#pragma unroll
-        for (u32 i = 0; i < Row::kWidth; ++i) key = max(key, vector.x[i]);
-    });
+    const bool bounded = j <= min(kMostOfBlock, kThreads / 2) && u32(n) > kList;
+    const int key = row.largest_on_arrival();
     const int key_of_warp = __reduce_max_sync(~0u, key);
     if (lane == 0) shared.partial[warp] = u64(u32(key_of_warp));
     if (bounded) bound_of_block<kThreads>(key, j, shared.groups, &shared.bound);
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
 
     // Few reach the bound: their ranks are counted
     if (bounded || u32(n) <= kList) {
-        row.each([&](const typename Row::Elements& vector, u32 v) {
+        row.each_from(bound, [&](const typename Row::Elements& vector, u32 v) {
 #pragma unroll
             for (u32 i = 0; i < Row::kWidth; ++i) {
                 if (vector.x[i] < bound || !is_index(row.token(v, i))) continue;
@@ -133,7 +132,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
     }
 
     // The k-th key; how many are above it and at it, by warps in the order of the row, by blocks, in all
-    const int kth = search<u32>(row, shared.partial, rounds, bound, highest, 0.0f, 1.0f, bounded, [&](u64) { return u64(k); });
+    const int kth = search<u32>(row, shared.search, rounds, bound, highest, 0.0f, 1.0f, bounded, [&](u64) { return u64(k); });
     const Part part(row.vectors, kWarps, warp);
     u32 above = 0, at = 0;
     for (u32 v = part.begin + lane; v < part.end; v += 32) {

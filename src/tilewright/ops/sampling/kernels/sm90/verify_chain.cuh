@@ -125,11 +125,11 @@ __global__ void __launch_bounds__(Config::kThreads)
         return sum;
     });
     u64 all_residuals = 0;
-    for (u32 i = 0; i < blocks; ++i) all_residuals += got[2 * i + 1];
+    for (u32 i = 0; i < blocks; ++i) all_residuals += got[kMostBlocks + i];
     const bool draws_residual = all_residuals > 0;
     const u32 j = draws_residual ? 1 : 0;
     u64 total = 0, before = 0;
-    for (u32 i = 0; i < blocks; ++i) total += got[2 * i + j], before += i < rank ? got[2 * i + j] : 0;
+    for (u32 i = 0; i < blocks; ++i) total += got[j * kMostBlocks + i], before += i < rank ? got[j * kMostBlocks + i] : 0;
     for (u32 w = 0; w < warp; ++w) before += draws_residual ? shared.residuals[w] : shared.masses[w];
 
     // The results

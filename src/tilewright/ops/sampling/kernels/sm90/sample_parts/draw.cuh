@@ -39,9 +39,8 @@ __device__ inline u64 weights_of(const Vector<Element>& vector, const Kept& kept
 
 template <typename Row> __device__ inline u64 part_mass(const Row& row, const Part& part, const Kept& kept) {
     u64 sum = 0, weights[Row::kWidth];
-    row.template visit_range<2>(part.begin + threadIdx.x % 32, part.end, 32, [&](const typename Row::Elements& vector, u32) {
-        sum += weights_of(vector, kept, weights);
-    });
+    row.each_of_warp_from(kept.lo, part.begin, part.end,
+                          [&](const typename Row::Elements& vector, u32) { sum += weights_of(vector, kept, weights); });
     return warp_sum(sum);
 }
 

@@ -43,26 +43,38 @@ template <u32 kMost> struct Exchange {
     const u32 rank, blocks;
     u32 round = 0;
 
-    // number(j) is this block's j-th; any thread may be asked, so a barrier of the block stands between its making and this
-    // call, and between the reads of the last round and this call.  Returns the numbers, block after block.
-    template <typename Number> __device__ const u64* all(u32 count, u32 threads, Number number) {
+    // A round: begin, every number posted, wait.  A barrier of the block stands between the reads of one round and the posts of
+    // the next.
+    __device__ void begin(u32 count) {
+        if (threadIdx.x == 0 && blocks > 1) memory.received[round & 1].arrive_and_expect_tx(8 * count * blocks);
+    }
+
+    // Sends the j-th number of this block to block `to`.
+    __device__ void post(u32 j, u32 to, u64 number) {
         Barrier& received = memory.received[round & 1];
-        u64* slots = memory.slots[round & 1];
+        u64* slot = memory.slots[round & 1] + j * kMostBlocks + rank;
         if (blocks == 1) {
-            for (u32 j = threadIdx.x; j < count; j += threads) slots[j] = number(j);
+            *slot = number;
+        } else {
+            store_shared_remote(map_shared_rank(shared_address(slot), to), map_shared_rank(received.address(), to), number);
+        }
+    }
+
+    // Returns number j of block b at [j * kMostBlocks + b].
+    __device__ const u64* wait() {
+        if (blocks == 1) {
             __syncthreads();
-            ++round;
-            return slots;
+        } else {
+            wait_acquire_cluster(memory.received[round & 1], (round >> 1) & 1);
         }
-        if (threadIdx.x == 0) received.arrive_and_expect_tx(8 * count * blocks);
-        for (u32 i = threadIdx.x; i < count * blocks; i += threads) {
-            const u32 to = i / count, j = i - to * count;
-            store_shared_remote(map_shared_rank(shared_address(slots + rank * count + j), to),
-                                map_shared_rank(received.address(), to), number(j));
-        }
-        wait_acquire_cluster(received, (round >> 1) & 1);
-        ++round;
-        return slots;
+        return memory.slots[round++ & 1];
+    }
+
+    // A whole round.  number(j) is this block's j-th; any thread may be asked, so a barrier of the block stands before.
+    template <typename Number> __device__ const u64* all(u32 count, u32 threads, Number number) {
+        begin(count);
+        for (u32 i = threadIdx.x; i < count * blocks; i += threads) post(i / blocks, i % blocks, number(i / blocks));
+        return wait();
     }
 };
 

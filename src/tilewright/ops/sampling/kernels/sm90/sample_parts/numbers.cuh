@@ -3,7 +3,7 @@
 // A logit becomes an int key in its order; NaN counts as -inf, +inf as the largest number.  x >= value(key) in float is the
 // same test as ordered(x) >= key for every key above kNothing, so passes over rows compare floats and need no keys.
 #pragma once
-#include <tilewright/types.cuh>
+#include <tilewright/ptx.cuh>
 
 namespace tilewright {
 
@@ -31,12 +31,12 @@ __device__ inline u64 weight_at(float distance) {
     const u32 fixed = u32(fminf(distance, 63.0f * kFixed));  // 2^40 >> 41 is 0 already
     const u32 f = fixed << 8;
     u32 y = 472172u;
-    y = 5486705u - __umulhi(f, y);
-    y = 41155296u - __umulhi(f, y);
-    y = 238337602u - __umulhi(f, y);
-    y = 1031757278u - __umulhi(f, y);
-    y = 2977044080u - __umulhi(f, y);
-    const u64 mantissa = (1ull << 32) - __umulhi(f, y);
+    y = 5486705u - multiply_high(f, y);
+    y = 41155296u - multiply_high(f, y);
+    y = 238337602u - multiply_high(f, y);
+    y = 1031757278u - multiply_high(f, y);
+    y = 2977044080u - multiply_high(f, y);
+    const u64 mantissa = (1ull << 32) - multiply_high(f, y);
     return (mantissa << 8) >> (fixed >> 24);
 }
 

@@ -6,53 +6,14 @@
 #pragma once
 #include <tilewright/copies.cuh>
 
-#include "numbers.cuh"
+#include "vector.cuh"
 
 namespace tilewright {
-
-// What passes over a row compare.  float: logits, +inf as the largest number; NaN stays, and fails every comparison.
-// int: keys in the order of numbers, where infinities are above all others, and NaN above these.
-constexpr int kKeyOfNan = 0x7ffffffe;
-template <typename Scalar> __device__ inline Scalar scalar_of(float x) {
-    if constexpr (Same<Scalar, float>::value) {
-        return min_nan(x, kLargest);
-    } else {
-        return x == x ? ordered(x) : kKeyOfNan;
-    }
-}
-__device__ inline int key_of(float x) { return ordered(x); }
-__device__ inline int key_of(int key) { return key; }
-template <typename Scalar> __device__ inline Scalar scalar_at(int key) {
-    if constexpr (Same<Scalar, float>::value) {
-        return value_of(key);
-    } else {
-        return key;
-    }
-}
-__device__ inline float larger_of(float a, float b) { return fmaxf(a, b); }
-__device__ inline int larger_of(int a, int b) { return max(a, b); }
-__device__ inline float lesser_of(float a, float b) { return fminf(a, b); }
-__device__ inline int lesser_of(int a, int b) { return min(a, b); }
-
-// The elements of one vector.
-template <typename Element, typename Scalar = float> struct Vector {
-    static constexpr u32 kWidth = 16 / sizeof(Element);
-    struct alignas(16) Raw { Element x[kWidth]; };
-    Scalar x[kWidth];
-
-    __device__ static Vector of(const Raw& raw) {
-        Vector made;
-#pragma unroll
-        for (u32 i = 0; i < kWidth; ++i) made.x[i] = scalar_of<Scalar>(to_float(raw.x[i]));
-        return made;
-    }
-};
 
 template <typename Element_, u32 kThreads_, typename Scalar_ = float> struct ResidentRow {
     using Element = Element_;
     using Scalar = Scalar_;
     using Elements = Vector<Element, Scalar>;
-    using Raw = typename Elements::Raw;
     static constexpr u32 kThreads = kThreads_, kWidth = Elements::kWidth, kStages = 4;
 
     Element* elements;
@@ -93,33 +54,48 @@ template <typename Element_, u32 kThreads_, typename Scalar_ = float> struct Res
         }
     }
 
-    // Calls visit(vector, its index) for this thread's vectors as they arrive.
-    template <typename Visit> __device__ void on_arrival(Visit visit) const {
+    // This thread's largest element, found as they arrive.
+    __device__ Scalar largest_on_arrival() const {
+        Largest<Element, Scalar> largest;
         for (u32 stage = 0; stage < kStages; ++stage) {
             loaded[stage].wait(0);
-            visit_range<4>(stage * stage_vectors + threadIdx.x, min((stage + 1) * stage_vectors, vectors), kThreads, visit);
+            visit_words<4>(stage * stage_vectors + threadIdx.x, min((stage + 1) * stage_vectors, vectors), kThreads,
+                           [&](const Word4& word, u32) { largest.take(word); });
         }
+        return largest.scalar();
     }
 
-    // The same when all have arrived.
-    template <typename Visit> __device__ void each(Visit visit) const { visit_range<2>(threadIdx.x, vectors, kThreads, visit); }
+    // Calls visit(vector, its index) for those of this thread's vectors that have an element from `lo` on.
+    template <typename Visit> __device__ void each_from(Scalar lo, Visit visit) const {
+        visit_words<4>(threadIdx.x, vectors, kThreads, [&](const Word4& word, u32 v) {
+            if (Largest<Element, Scalar>(word).scalar() >= lo) visit(Elements::of(word), v);
+        });
+    }
+
+    // The same for the vectors of a warp, from `first` to below `end`.
+    template <typename Visit> __device__ void each_of_warp_from(Scalar lo, u32 first, u32 end, Visit visit) const {
+        visit_words<4>(first + threadIdx.x % 32, end, 32, [&](const Word4& word, u32 v) {
+            if (Largest<Element, Scalar>(word).scalar() >= lo) visit(Elements::of(word), v);
+        });
+    }
 
     // Vectors first, first + step, ... below end; kBatch are loaded before they are visited.
-    template <u32 kBatch, typename Visit> __device__ void visit_range(u32 first, u32 end, u32 step, Visit visit) const {
+    template <u32 kBatch, typename Visit> __device__ void visit_words(u32 first, u32 end, u32 step, Visit visit) const {
         u32 v = first;
+#pragma unroll 1
         for (; v + (kBatch - 1) * step < end; v += kBatch * step) {
-            Raw batch[kBatch];
+            Word4 batch[kBatch];
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) batch[i] = raw(v + i * step);
+            for (u32 i = 0; i < kBatch; ++i) batch[i] = word(v + i * step);
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) visit(Elements::of(batch[i]), v + i * step);
+            for (u32 i = 0; i < kBatch; ++i) visit(batch[i], v + i * step);
         }
 #pragma unroll 1
-        for (; v < end; v += step) visit(at(v), v);
+        for (; v < end; v += step) visit(word(v), v);
     }
 
-    __device__ Raw raw(u32 v) const { return reinterpret_cast<const Raw*>(elements)[v]; }
-    __device__ Elements at(u32 v) const { return Elements::of(raw(v)); }
+    __device__ Word4 word(u32 v) const { return reinterpret_cast<const Word4*>(elements)[v]; }
+    __device__ Elements at(u32 v) const { return Elements::of(word(v)); }
     __device__ int token(u32 v, u32 i) const { return first_token + int(v * kWidth + i); }
 };
 

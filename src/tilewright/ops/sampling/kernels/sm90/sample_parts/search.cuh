@@ -1,8 +1,9 @@
 // Search of a threshold: the largest key t so that at least `goal` of the row lies at keys >= t, exactly.
 //
 // The measure is a count (top-k) or a sum of integer weights (top-p).  A round narrows a bracket lo <= t < hi by the measures
-// at seven pivots, summed over the cluster: first at distances from the maximum that double, then evenly between values, then
-// between keys, so that it ends however the logits lie.  It ends early when all logits in the bracket are equal.
+// at a few pivots, summed over the cluster: first at distances from the maximum that double, then evenly between values, then
+// between keys, so that it ends however the logits lie.  As soon as few of a block's logits lie inside, it lists them and
+// leaves the row alone.  The search ends early when all logits in the bracket are equal.
 #pragma once
 #include "exchange.cuh"
 #include "numbers.cuh"
@@ -10,97 +11,162 @@
 
 namespace tilewright {
 
-constexpr u32 kPivots = 7, kMeasures = kPivots + 2;
+constexpr u32 kPivots = 7, kRowPivots = 4, kMeasures = kPivots + 2, kNear = 1024;
+
+// What a search needs in shared memory.
+template <u32 kThreads, typename Scalar> struct SearchMemory {
+    u64 of_warps[kMeasures * kThreads / 32], sums[kMeasures];
+    Scalar near[kNear];  // this block's elements inside the bracket
+    u32 near_count;
+};
 
 template <typename Sum> struct Measured {
     Sum at[kPivots + 1];  // of keys at or above each pivot, and of all, inside the bracket
     int high, low;        // the largest and smallest key inside
 };
 
-// This thread's logits from value `lo` to below `hi`.
-template <typename Sum, typename Row>
-__device__ inline Measured<Sum> measure(const Row& row, typename Row::Scalar lo, typename Row::Scalar hi,
-                                        const typename Row::Scalar (&pivots)[kPivots], float largest, float steep) {
+// Measures of elements from `lo` to below `hi`, at the first kUsed pivots.
+template <typename Sum, u32 kUsed, typename Scalar> struct Measuring {
+    const Scalar lo, hi, (&pivots)[kPivots];
+    const float largest, steep;
     Measured<Sum> sums = {};
-    auto high = lo, low = hi;  // as if there were none
-    row.each([&](const typename Row::Elements& vector, u32) {
+    Scalar high = lo, low = hi;
+
+    template <u32 kCount> __device__ void take(const Scalar (&x)[kCount]) {
+        Sum m[kCount];
+#pragma unroll
+        for (u32 i = 0; i < kCount; ++i) {
+            m[i] = 1;
+            if constexpr (sizeof(Sum) == 8) m[i] = weight_at(distance(x[i], largest, steep));
+        }
+#pragma unroll
+        for (u32 i = 0; i < kCount; ++i) {
+            const bool inside = x[i] >= lo && x[i] < hi;
+            m[i] = inside ? m[i] : 0;
+#pragma unroll
+            for (u32 j = 0; j < kUsed; ++j) sums.at[j] += x[i] >= pivots[j] ? m[i] : 0;
+            sums.at[kPivots] += m[i];
+            high = inside ? larger_of(high, x[i]) : high;
+            low = inside ? lesser_of(low, x[i]) : low;
+        }
+    }
+
+    __device__ Measured<Sum> result() {
+        sums.high = key_of(high), sums.low = key_of(low);
+        return sums;
+    }
+};
+
+// Of this block's share of the row.
+template <typename Sum, typename Row, typename Scalar>
+__device__ inline Measured<Sum> measure_row(const Row& row, Scalar lo, Scalar hi, const Scalar (&pivots)[kPivots], float largest,
+                                            float steep) {
+    Measuring<Sum, kRowPivots, Scalar> measuring{lo, hi, pivots, largest, steep};
+    row.each_from(lo, [&](const typename Row::Elements& vector, u32) {
 #pragma unroll
         for (u32 pair = 0; pair < Row::kWidth; pair += 2) {
-            bool inside[2];
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) inside[i] = vector.x[pair + i] >= lo && vector.x[pair + i] < hi;
-            if (!inside[0] && !inside[1]) continue;
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                const auto x = vector.x[pair + i];
-                Sum m = 1;
-                if constexpr (sizeof(Sum) == 8) m = weight_at(distance(x, largest, steep));
-                m = inside[i] ? m : 0;
-#pragma unroll
-                for (u32 j = 0; j < kPivots; ++j) sums.at[j] += x >= pivots[j] ? m : 0;
-                sums.at[kPivots] += m;
-                high = inside[i] ? larger_of(high, x) : high;
-                low = inside[i] ? lesser_of(low, x) : low;
-            }
+            const Scalar two[2] = {vector.x[pair], vector.x[pair + 1]};
+            measuring.take(two);
         }
     });
-    sums.high = key_of(high), sums.low = key_of(low);
-    return sums;
+    return measuring.result();
 }
 
-// The sums of the cluster: of measure j in lane j of every warp; in lane 8 the ends, the high one above.
-// partial: kMeasures numbers a warp.
-template <u32 kThreads, typename Sum, typename Rounds>
-__device__ inline u64 sum_up(const Measured<Sum>& own, u64* partial, Rounds& rounds) {
+// Of the list of those inside.
+template <typename Sum, u32 kThreads, typename Scalar>
+__device__ inline Measured<Sum> measure_near(const SearchMemory<kThreads, Scalar>& memory, u32 count, Scalar lo, Scalar hi,
+                                             const Scalar (&pivots)[kPivots], float largest, float steep) {
+    Measuring<Sum, kPivots, Scalar> measuring{lo, hi, pivots, largest, steep};
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < count; i += kThreads) {
+        const Scalar one[1] = {memory.near[i]};
+        measuring.take(one);
+    }
+    return measuring.result();
+}
+
+// Lists this block's elements inside the bracket; returns how many there are, of which the first kNear are listed.
+template <typename Row, typename Memory, typename Scalar>
+__device__ inline u32 list_near(const Row& row, Memory& memory, Scalar lo, Scalar hi) {
+    __syncthreads();
+    if (threadIdx.x == 0) memory.near_count = 0;
+    __syncthreads();
+    row.each_from(lo, [&](const typename Row::Elements& vector, u32) {
+#pragma unroll
+        for (u32 i = 0; i < Row::kWidth; ++i) {
+            if (!(vector.x[i] >= lo && vector.x[i] < hi)) continue;
+            const u32 at = atomicAdd(&memory.near_count, 1u);
+            if (at < kNear) memory.near[at] = vector.x[i];
+        }
+    });
+    __syncthreads();
+    return memory.near_count;
+}
+
+// The sums of the cluster: of measure j in lane j of every warp; in lane 8 the ends, the high one above.  A warp joins the
+// numbers of one measure, of warps and then of blocks.
+template <u32 kThreads, typename Sum, typename Scalar, typename Rounds>
+__device__ inline u64 sum_up(const Measured<Sum>& own, SearchMemory<kThreads, Scalar>& memory, Rounds& rounds) {
+    constexpr u32 kWarps = kThreads / 32;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const auto joined = [](u32 j, u64 a, u64 b) {
-        const u64 ends = u64(u32(max(int(a >> 32), int(b >> 32)))) << 32 | u32(min(int(a), int(b)));
-        return j <= kPivots ? a + b : ends;
+    const auto ends_of = [](int high, int low) { return u64(u32(high)) << 32 | u32(low); };
+    const auto join = [&](u32 j, bool there, u64 number) {
+        if (j < kMeasures - 1) return warp_sum(there ? number : 0);
+        const int high = there ? int(number >> 32) : -2147483647 - 1, low = there ? int(number) : 2147483647;
+        return ends_of(__reduce_max_sync(~0u, high), __reduce_min_sync(~0u, low));
     };
     const u64 sum = warp_sum_8(own.at, lane);
-    const int high = __reduce_max_sync(~0u, own.high), low = __reduce_min_sync(~0u, own.low);
+    const u64 ends = ends_of(__reduce_max_sync(~0u, own.high), __reduce_min_sync(~0u, own.low));
     __syncthreads();  // all threads have sent and read the last round
-    if (lane < kMeasures) partial[warp * kMeasures + lane] = lane <= kPivots ? sum : u64(u32(high)) << 32 | u32(low);
+    if (lane < kMeasures) memory.of_warps[lane * kWarps + warp] = lane < kMeasures - 1 ? sum : ends;
     __syncthreads();
-    const u64* got = rounds.all(kMeasures, kThreads, [&](u32 j) {
-        u64 total = partial[j];
-        for (u32 w = 1; w < kThreads / 32; ++w) total = joined(j, total, partial[w * kMeasures + j]);
-        return total;
-    });
-    const u32 j = min(lane, kMeasures - 1);
-    u64 total = got[j];
-    for (u32 b = 1; b < rounds.blocks; ++b) total = joined(j, total, got[b * kMeasures + j]);
-    return total;
+    rounds.begin(kMeasures);
+    for (u32 j = warp; j < kMeasures; j += kWarps) {
+        const u64 number = join(j, lane < kWarps, memory.of_warps[j * kWarps + min(lane, kWarps - 1)]);
+        if (lane < rounds.blocks) rounds.post(j, lane, number);
+    }
+    const u64* got = rounds.wait();
+    for (u32 j = warp; j < kMeasures; j += kWarps) {
+        const u64 number = join(j, lane < rounds.blocks, got[j * kMostBlocks + min(lane, kMostBlocks - 1)]);
+        if (lane == 0) memory.sums[j] = number;
+    }
+    __syncthreads();
+    return memory.sums[min(lane, kMeasures - 1)];
 }
 
-// Pivot `j` of a round, from high to low, in [lo, hi).
-__device__ inline int choose_pivot(u32 round, u32 j, int lo, int hi, float unit) {
+// Pivot `j` of `used` in a round, from high to low, in [lo, hi).
+__device__ inline int choose_pivot(u32 round, u32 j, u32 used, int lo, int hi, float unit) {
     const float top = value_of(hi - 1), bottom = fmaxf(value_of(lo), top - 64.0f * unit);
-    const u32 width = u32(hi) - u32(lo), part = kPivots - j;  // of 8
-    int key = int(u32(lo) + width / 8 * part + width % 8 * part / 8);
-    if (round == 0) key = ordered(top - 0.5f * float(1 << j) * unit);
-    if (round == 1 || round == 2) key = ordered(bottom + (top - bottom) * (0.125f * float(part)));
+    const u32 width = u32(hi) - u32(lo), part = used - j, parts = used + 1;
+    int key = int(u32(lo) + width / parts * part + width % parts * part / parts);
+    if (round == 0) key = ordered(top - 2.0f * float(1 << j) * unit);
+    if (round == 1 || round == 2) key = ordered(bottom + (top - bottom) * (float(part) / float(parts)));
     return max(min(key, hi - 1), lo);
 }
 
 // goal_of(measure of all logits at keys >= lo) is what the threshold must leave; lo is the result where all is less than that.
 // unit: the scale of the first distances; bounded: lo is near, these are not needed.
-template <typename Sum, typename Row, typename Rounds, typename Goal>
-__device__ inline int search(const Row& row, u64* partial, Rounds& rounds, int lo, int highest, float steep, float unit,
+template <typename Sum, typename Row, typename Memory, typename Rounds, typename Goal>
+__device__ inline int search(const Row& row, Memory& memory, Rounds& rounds, int lo, int highest, float steep, float unit,
                              bool bounded, Goal goal_of) {
     using Scalar = typename Row::Scalar;
     const u32 lane = threadIdx.x % 32;
-    const bool has_pivot = lane < kPivots;
     const float largest = value_of(highest);
     int hi = highest + 1;
     u64 base = 0, goal = 0;  // base: the measure at keys >= hi
+    u32 near = kNear + 1;
     for (u32 round = bounded ? 1 : 0; u32(hi) - u32(lo) > 1; ++round) {
-        const Scalar pivot = scalar_at<Scalar>(choose_pivot(round, min(lane, kPivots - 1), lo, hi, unit));
+        if (near > kNear && round > 0) near = list_near(row, memory, scalar_at<Scalar>(lo), scalar_at<Scalar>(hi));
+        const bool listed = near <= kNear;
+        const u32 used = listed ? kPivots : kRowPivots;
+        const Scalar pivot = scalar_at<Scalar>(choose_pivot(round, min(lane, used - 1), used, lo, hi, unit));
         Scalar pivots[kPivots];
 #pragma unroll
         for (u32 j = 0; j < kPivots; ++j) pivots[j] = __shfl_sync(~0u, pivot, j);
-        const Measured<Sum> own = measure<Sum>(row, scalar_at<Scalar>(lo), scalar_at<Scalar>(hi), pivots, largest, steep);
-        const u64 sum = sum_up<Row::kThreads>(own, partial, rounds);
+        const Scalar low = scalar_at<Scalar>(lo), high = scalar_at<Scalar>(hi);
+        const Measured<Sum> own = listed ? measure_near<Sum>(memory, near, low, high, pivots, largest, steep)
+                                         : measure_row<Sum>(row, low, high, pivots, largest, steep);
+        const u64 sum = sum_up(own, memory, rounds);
         const u64 total = __shfl_sync(~0u, sum, kPivots), ends = __shfl_sync(~0u, sum, kPivots + 1);
         if (goal == 0) goal = goal_of(total);
         if (base + total < goal) return lo;
@@ -108,7 +174,7 @@ __device__ inline int search(const Row& row, u64* partial, Rounds& rounds, int l
 
         const int key = key_of(pivot);
         const u64 measured = base + sum;
-        const bool enough = measured >= goal;
+        const bool has_pivot = lane < used, enough = measured >= goal;
         lo = max(max(lo, int(ends)), __reduce_max_sync(~0u, has_pivot && enough ? key : kNothing));
         hi = min(min(hi, int(ends >> 32) + 1), __reduce_min_sync(~0u, has_pivot && !enough ? key : 0x7fffffff));
         const u32 at_hi = __ballot_sync(~0u, has_pivot && !enough && key == hi);
