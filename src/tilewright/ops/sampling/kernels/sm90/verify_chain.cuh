@@ -20,8 +20,11 @@ template <u32 kThreads> struct VerifyMemory {
     int accepted;
 };
 
-// A probability as a multiple of 2^-40.
-__device__ inline u64 fixed_of(float p) { return u64((p > 0.0f ? (p < 1.0f ? p : 1.0f) : 0.0f) * 1099511627776.0f); }
+// A probability as a multiple of 2^-40, rounded down: the bits of a float, shifted by its exponent.  NaN is 0.
+__device__ inline u64 fixed_of(float p) {
+    const u32 bits = __float_as_uint(fminf(fmaxf(p, 0.0f), 1.0f)), exponent = bits >> 23;
+    return (u64((bits & 0x7fffff) | 0x800000) << 17) >> min(127 - exponent, 63u);
+}
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads)

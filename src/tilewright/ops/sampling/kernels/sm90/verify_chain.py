@@ -69,10 +69,10 @@ def _fits(vocabulary: int, cluster: int) -> bool:
 
 
 def configure(bucket: VerifyChainBucket, dtype: torch.dtype) -> Config | None:
-    """Chooses the fewest blocks a request, of at least 1024 tokens, that fill the GPU twice.  Unmeasured."""
+    """Chooses the fewest blocks a request, of at least 1024 tokens, that fill the GPU four times.  Unmeasured."""
     fitting = [config for config in CONFIGS if _fits(bucket.N, config.cluster)] if bucket.N % 4 == 0 else []
     for config in fitting:
-        if bucket.M * config.cluster >= 256 or 1024 * config.cluster >= bucket.N:
+        if bucket.M * config.cluster >= 512 or 1024 * config.cluster >= bucket.N:
             return config
     return fitting[-1] if fitting else None
 

@@ -14,7 +14,7 @@ template <typename Element_, u32 kThreads_, typename Scalar_ = float> struct Res
     using Element = Element_;
     using Scalar = Scalar_;
     using Elements = Vector<Element, Scalar>;
-    static constexpr u32 kThreads = kThreads_, kWidth = Elements::kWidth, kStages = 4;
+    static constexpr u32 kThreads = kThreads_, kWidth = Elements::kWidth, kStages = 4, kBatch = 4;
 
     Element* elements;
     Barrier* loaded;
@@ -59,39 +59,43 @@ template <typename Element_, u32 kThreads_, typename Scalar_ = float> struct Res
         Largest<Element, Scalar> largest;
         for (u32 stage = 0; stage < kStages; ++stage) {
             loaded[stage].wait(0);
-            visit_words<4>(stage * stage_vectors + threadIdx.x, min((stage + 1) * stage_vectors, vectors), kThreads,
-                           [&](const Word4& word, u32) { largest.take(word); });
+            const u32 end = min((stage + 1) * stage_vectors, vectors);
+#pragma unroll 1
+            for (u32 v = stage * stage_vectors + threadIdx.x; v < end; v += kBatch * kThreads) {
+#pragma unroll
+                for (u32 i = 0; i < kBatch; ++i) {
+                    if (v + i * kThreads < end) largest.take(word(v + i * kThreads));
+                }
+            }
         }
         return largest.scalar();
     }
 
     // Calls visit(vector, its index) for those of this thread's vectors that have an element from `lo` on.
     template <typename Visit> __device__ void each_from(Scalar lo, Visit visit) const {
-        visit_words<4>(threadIdx.x, vectors, kThreads, [&](const Word4& word, u32 v) {
-            if (Largest<Element, Scalar>(word).scalar() >= lo) visit(Elements::of(word), v);
-        });
+        each_in_range_from(lo, threadIdx.x, vectors, kThreads, visit);
     }
 
     // The same for the vectors of a warp, from `first` to below `end`.
     template <typename Visit> __device__ void each_of_warp_from(Scalar lo, u32 first, u32 end, Visit visit) const {
-        visit_words<4>(first + threadIdx.x % 32, end, 32, [&](const Word4& word, u32 v) {
-            if (Largest<Element, Scalar>(word).scalar() >= lo) visit(Elements::of(word), v);
-        });
+        each_in_range_from(lo, first + threadIdx.x % 32, end, 32, visit);
     }
 
-    // Vectors first, first + step, ... below end; kBatch are loaded before they are visited.
-    template <u32 kBatch, typename Visit> __device__ void visit_words(u32 first, u32 end, u32 step, Visit visit) const {
-        u32 v = first;
+    // The same for vectors first, first + step, ... below end.  Several are tested at once; the visit is compiled once.
+    template <typename Visit> __device__ void each_in_range_from(Scalar lo, u32 first, u32 end, u32 step, Visit visit) const {
 #pragma unroll 1
-        for (; v + (kBatch - 1) * step < end; v += kBatch * step) {
-            Word4 batch[kBatch];
+        for (u32 v = first; v < end; v += kBatch * step) {
+            u32 reached = 0;
 #pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) batch[i] = word(v + i * step);
-#pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) visit(batch[i], v + i * step);
+            for (u32 i = 0; i < kBatch; ++i) {
+                const u32 at = v + i * step;
+                if (at < end && Largest<Element, Scalar>(word(at)).scalar() >= lo) reached |= 1u << i;
+            }
+#pragma unroll 1
+            for (u32 at = v; reached != 0; reached /= 2, at += step) {
+                if (reached % 2 == 1) visit(Elements::of(word(at)), at);
+            }
         }
-#pragma unroll 1
-        for (; v < end; v += step) visit(word(v), v);
     }
 
     __device__ Word4 word(u32 v) const { return reinterpret_cast<const Word4*>(elements)[v]; }
