@@ -1,7 +1,7 @@
 // Search of a threshold: the largest key t so that at least `goal` of the row lies at keys >= t, exactly.
 //
 // The measure is a count (top-k) or a sum of integer weights (top-p).  A round narrows a bracket lo <= t < hi by the measures
-// at a few pivots, summed over the cluster: first at distances from the maximum that double, then evenly between values, then
+// at some pivots, summed over the cluster: first at distances from the maximum that double, then evenly between values, then
 // between keys, so that it ends however the logits lie.  As soon as few of a block's logits lie inside, it lists them and
 // leaves the row alone.  The search ends early when all logits in the bracket are equal.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace tilewright {
 
-constexpr u32 kPivots = 7, kRowPivots = 4, kMeasures = kPivots + 2, kNear = 1024;
+constexpr u32 kPivots = 7, kFirstPivots = 4, kMeasures = kPivots + 2, kNear = 1024;
 
 // What a search needs in shared memory.
 template <u32 kThreads, typename Scalar> struct SearchMemory {
@@ -58,10 +58,10 @@ template <typename Sum, u32 kUsed, typename Scalar> struct Measuring {
 };
 
 // Of this block's share of the row.
-template <typename Sum, typename Row, typename Scalar>
+template <typename Sum, u32 kUsed, typename Row, typename Scalar>
 __device__ inline Measured<Sum> measure_row(const Row& row, Scalar lo, Scalar hi, const Scalar (&pivots)[kPivots], float largest,
                                             float steep) {
-    Measuring<Sum, kRowPivots, Scalar> measuring{lo, hi, pivots, largest, steep};
+    Measuring<Sum, kUsed, Scalar> measuring{lo, hi, pivots, largest, steep};
     row.each_from(lo, [&](const typename Row::Elements& vector, u32) {
 #pragma unroll
         for (u32 pair = 0; pair < Row::kWidth; pair += 2) {
@@ -150,6 +150,7 @@ template <typename Sum, typename Row, typename Memory, typename Rounds, typename
 __device__ inline int search(const Row& row, Memory& memory, Rounds& rounds, int lo, int highest, float steep, float unit,
                              bool bounded, Goal goal_of) {
     using Scalar = typename Row::Scalar;
+    constexpr u32 kFirst = sizeof(Sum) == 8 ? kFirstPivots : kPivots;  // weights of all logits take long enough
     const u32 lane = threadIdx.x % 32;
     const float largest = value_of(highest);
     int hi = highest + 1;
@@ -158,14 +159,20 @@ __device__ inline int search(const Row& row, Memory& memory, Rounds& rounds, int
     for (u32 round = bounded ? 1 : 0; u32(hi) - u32(lo) > 1; ++round) {
         if (near > kNear && round > 0) near = list_near(row, memory, scalar_at<Scalar>(lo), scalar_at<Scalar>(hi));
         const bool listed = near <= kNear;
-        const u32 used = listed ? kPivots : kRowPivots;
+        const u32 used = round == 0 ? kFirst : kPivots;  // the same in all blocks, whichever of them have lists
         const Scalar pivot = scalar_at<Scalar>(choose_pivot(round, min(lane, used - 1), used, lo, hi, unit));
         Scalar pivots[kPivots];
 #pragma unroll
         for (u32 j = 0; j < kPivots; ++j) pivots[j] = __shfl_sync(~0u, pivot, j);
         const Scalar low = scalar_at<Scalar>(lo), high = scalar_at<Scalar>(hi);
-        const Measured<Sum> own = listed ? measure_near<Sum>(memory, near, low, high, pivots, largest, steep)
-                                         : measure_row<Sum>(row, low, high, pivots, largest, steep);
+        Measured<Sum> own;
+        if (listed) {
+            own = measure_near<Sum>(memory, near, low, high, pivots, largest, steep);
+        } else if (used == kPivots) {
+            own = measure_row<Sum, kPivots>(row, low, high, pivots, largest, steep);
+        } else {
+            own = measure_row<Sum, kFirst>(row, low, high, pivots, largest, steep);
+        }
         const u64 sum = sum_up(own, memory, rounds);
         const u64 total = __shfl_sync(~0u, sum, kPivots), ends = __shfl_sync(~0u, sum, kPivots + 1);
         if (goal == 0) goal = goal_of(total);
