@@ -77,6 +77,7 @@ ROWS = {  # tokens, blocks, the logits
     "all equal": (700, 2, lambda m, n: torch.full((m, n), -2.5)),
     "flat": (1601, 2, lambda m, n: torch.randn(m, n) * 0.3),
     "far apart": (1100, 3, lambda m, n: torch.randn(m, n).exp() * torch.randn(m, n) * 1e30),
+    "some blocks list what is near": (5001, 3, lambda m, n: torch.randn(m, n).sort(-1).values * 0.1),
     "short": (333, 1, lambda m, n: torch.randn(m, n) * 3),
     "two": (2, 1, torch.randn),
     "one": (1, 1, torch.randn),

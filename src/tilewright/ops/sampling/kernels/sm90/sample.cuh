@@ -10,6 +10,7 @@
 #include "sample_parts/bound.cuh"
 #include "sample_parts/draw.cuh"
 #include "sample_parts/search.cuh"
+#include "sample_parts/short_list.cuh"
 
 namespace tilewright {
 
@@ -61,22 +62,22 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     using Row = ResidentRow<Element, kThreads>;
     const Row row(reinterpret_cast<Element*>(row_memory), shared.loaded, logits + b * stride, n, rank, u32(part_vectors));
 
-    // Parameters, in shared memory because registers are few
+    // Parameters, in shared memory because registers are few: a warp for each, as every one takes a load and some arithmetic
     Filters& filters = shared.filters;
     if (threadIdx.x == 0) {
-        const float t = temperatures ? temperatures[b] : temperature, p = top_ps ? top_ps[b] : top_p;
-        const int k = top_ks ? top_ks[b] : top_k;
-        filters.greedy = !(t > 0.0f);
-        filters.restricts_k = !filters.greedy && k > 0 && k < n;
-        filters.restricts_p = !filters.greedy && p < 1.0f;
-        filters.k = k, filters.t = t, filters.p = p, filters.steep = steepness(t);
-        filters.least = least_of(min_ps ? min_ps[b] : min_p);
-        filters.cut = cut_of(filters.least);
-        filters.random = filters.greedy ? Random{0, 0} : random_of(u64(seeds[b]), u64(positions[b]), 0);
+        filters.t = temperatures ? temperatures[b] : temperature;
+        filters.steep = steepness(filters.t);
         shared.model_mass = 0;
     }
+    if (threadIdx.x == 32) {
+        filters.k = top_ks ? top_ks[b] : top_k;
+        filters.p = top_ps ? top_ps[b] : top_p;
+        filters.least = least_of(min_ps ? min_ps[b] : min_p);
+        filters.cut = cut_of(filters.least);
+    }
+    if (threadIdx.x == kThreads - 32) filters.random = random_of(u64(seeds[b]), u64(positions[b]), 0);
     __syncthreads();  // also: vectors that are shared with other rows are written
-    const u32 j = filters.restricts_k ? (u32(filters.k) + blocks - 1) / blocks : 0;
+    const u32 j = filters.restricts_k(n) ? (u32(filters.k) + blocks - 1) / blocks : 0;
     const bool bounded = j > 0 && j <= min(kMostOfBlock, kThreads / 2) && u32(n) > kList;
 
     // The largest logit, and the bound
@@ -86,11 +87,12 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     __syncthreads();
     cluster_wait();
     Exchange<kMeasures> rounds{shared.exchange, rank, blocks};
-    const u64* got = rounds.all(1, kThreads, [&](u32) {
-        int largest = int(shared.partial[0]);
-        for (u32 w = 1; w < kWarps; ++w) largest = max(largest, int(shared.partial[w]));
-        return u64(u32(largest)) << 32 | u32(bounded ? shared.bound : kNothing);
-    });
+    rounds.begin(1);
+    if (warp == 0) {
+        const int largest = __reduce_max_sync(~0u, lane < kWarps ? int(shared.partial[lane]) : kNothing);
+        rounds.post(0, u64(u32(largest)) << 32 | u32(bounded ? shared.bound : kNothing));
+    }
+    const u64* got = rounds.wait();
     const u64 of_block = got[min(lane, blocks - 1)];
     const int highest = __reduce_max_sync(~0u, int(of_block >> 32));
     const int bound = max(__reduce_min_sync(~0u, int(of_block)), kNothing + 1);
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     const auto write = [&](const Drawn& drawn) {
         tokens[b] = drawn.token;
         if (mode == 1) {
-            logprobs[b] = filters.greedy ? 0.0f : logf(__fdiv_rn(__ull2float_rn(drawn.weight), __ull2float_rn(drawn.total)));
+            logprobs[b] = filters.greedy() ? 0.0f : logf(__fdiv_rn(__ull2float_rn(drawn.weight), __ull2float_rn(drawn.total)));
         } else if (mode == 2) {
             const float apart = __fsub_rn(largest, drawn.logit);
             logprobs[b] = __fsub_rn(-apart, logf(__ull2float_rn(drawn.model_mass) * 9.094947017729282e-13f));  // 2^-40
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     };
 
     // Few logits are left: a list in the first block
-    if (!filters.greedy && (bounded || u32(n) <= kList)) {
+    if (!filters.greedy() && (bounded || u32(n) <= kList)) {
         const float lo = value_of(bound);
         row.each_from(lo, [&](const typename Row::Elements& vector, u32 v) {
 #pragma unroll
@@ -133,7 +135,10 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
             }
         });
         __syncthreads();
-        got = rounds.all(2, kThreads, [&](u32 i) { return i == 0 ? u64(shared.entries) : shared.model_mass; });
+        rounds.begin(2);
+        if (warp == 0) rounds.post(0, shared.entries);
+        if (warp == 1) rounds.post(1, shared.model_mass);
+        got = rounds.wait();
         const u32 entries = lane < blocks ? u32(got[lane]) : 0;
         const u32 count = __reduce_add_sync(~0u, entries), before = __reduce_add_sync(~0u, lane < rank ? entries : 0);
         if (count <= kList) {
@@ -143,7 +148,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
             for (u32 i = threadIdx.x; i < shared.entries; i += kThreads) delivery.send(&list.entries[before + i], shared.found[i]);
             if (rank != 0) return;
             delivery.wait();
-            draw_from_list<kThreads>(list, count, &shared.chosen, filters, largest, shared.partial, [&](Drawn drawn) {
+            draw_from_list<kThreads>(list, count, n, &shared.chosen, filters, largest, shared.partial, [&](Drawn drawn) {
                 for (u32 i = 0; i < blocks; ++i) drawn.model_mass += got[kMostBlocks + i];
                 write(drawn);
             });
@@ -152,12 +157,12 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     }
 
     // Thresholds
-    int threshold = filters.greedy ? highest : kNothing + 1;
-    if (filters.restricts_k) {
+    int threshold = filters.greedy() ? highest : kNothing + 1;
+    if (filters.restricts_k(n)) {
         threshold = search<u32>(row, shared.search, rounds, bound, highest, filters.steep, 1.0f, bounded,
                                 [&](u64) { return u64(filters.k); });
     }
-    if (filters.restricts_p) {
+    if (filters.restricts_p()) {
         threshold = search<u64>(row, shared.search, rounds, threshold, highest, filters.steep, filters.t, false,
                                 [&](u64 total) { return share_of(total, filters.p); });
     }
@@ -169,19 +174,17 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     __syncthreads();
     if (lane == 0) shared.partial[warp] = mass_of_warp;
     __syncthreads();
-    got = rounds.all(2, kThreads, [&](u32 i) {
-        if (i == 1) return shared.model_mass;
-        u64 mass = 0;
-        for (u32 w = 0; w < kWarps; ++w) mass += shared.partial[w];
-        return mass;
-    });
+    rounds.begin(2);
+    if (warp == 0) rounds.post(0, warp_sum(lane < kWarps ? shared.partial[lane] : 0));
+    if (warp == 1) rounds.post(1, shared.model_mass);
+    got = rounds.wait();
     u64 total = 0, before = 0, model_mass = 0;
     for (u32 i = 0; i < blocks; ++i) {
         before += i < rank ? got[i] : 0;
         total += got[i], model_mass += got[kMostBlocks + i];
     }
     for (u32 w = 0; w < warp; ++w) before += shared.partial[w];
-    const u64 u = random_below(filters.random, total);
+    const u64 u = filters.greedy() ? 0 : random_below(filters.random, total);
     if (before <= u && u < before + mass_of_warp) {
         draw_kept(row, part, kept, u - before, [&](int token, float logit, u64 weight) {
             write(Drawn{token, logit, weight, total, model_mass});

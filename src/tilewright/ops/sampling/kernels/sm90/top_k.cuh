@@ -93,11 +93,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
     cluster_wait();
     Exchange<kMeasures> rounds{shared.exchange, rank, blocks};
     Delivery delivery{shared.listed, blocks};
-    const u64* got = rounds.all(1, kThreads, [&](u32) {
-        int largest = int(shared.partial[0]);
-        for (u32 w = 1; w < kWarps; ++w) largest = max(largest, int(shared.partial[w]));
-        return u64(u32(largest)) << 32 | u32(bounded ? shared.bound : kNothing);
-    });
+    rounds.begin(1);
+    if (warp == 0) {
+        const int largest = __reduce_max_sync(~0u, lane < kWarps ? int(shared.partial[lane]) : kNothing);
+        rounds.post(0, u64(u32(largest)) << 32 | u32(bounded ? shared.bound : kNothing));
+    }
+    const u64* got = rounds.wait();
     const u64 of_block = got[min(lane, blocks - 1)];
     const int highest = __reduce_max_sync(~0u, int(of_block >> 32)), bound = __reduce_min_sync(~0u, int(of_block));
 
@@ -112,7 +113,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
             }
         });
         __syncthreads();
-        got = rounds.all(1, kThreads, [&](u32) { return u64(shared.count); });
+        rounds.begin(1);
+        if (warp == 0) rounds.post(0, shared.count);
+        got = rounds.wait();
         const u32 own = lane < blocks ? u32(got[lane]) : 0;
         const u32 count = __reduce_add_sync(~0u, own), before = __reduce_add_sync(~0u, lane < rank ? own : 0);
         if (count <= kList) {
@@ -147,11 +150,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
     __syncthreads();
     if (lane == 0) shared.partial[warp] = u64(above) << 32 | at;
     __syncthreads();
-    got = rounds.all(1, kThreads, [&](u32) {
-        u64 sum = 0;
-        for (u32 w = 0; w < kWarps; ++w) sum += shared.partial[w];
-        return sum;
-    });
+    rounds.begin(1);
+    if (warp == 0) rounds.post(0, warp_sum(lane < kWarps ? shared.partial[lane] : 0));
+    got = rounds.wait();
     u64 all = 0, before = 0;
     for (u32 i = 0; i < blocks; ++i) all += got[i], before += i < rank ? got[i] : 0;
     for (u32 w = 0; w < warp; ++w) before += shared.partial[w];

@@ -122,11 +122,10 @@ __global__ void __launch_bounds__(Config::kThreads)
     __syncthreads();
     cluster_wait();
     Exchange<2> rounds{shared.exchange, rank, blocks};
-    const u64* got = rounds.all(2, kThreads, [&](u32 j) {
-        u64 sum = 0;
-        for (u32 w = 0; w < kWarps; ++w) sum += j == 0 ? shared.masses[w] : shared.residuals[w];
-        return sum;
-    });
+    rounds.begin(2);
+    if (warp == 0) rounds.post(0, warp_sum(lane < kWarps ? shared.masses[lane] : 0));
+    if (warp == 1) rounds.post(1, warp_sum(lane < kWarps ? shared.residuals[lane] : 0));
+    const u64* got = rounds.wait();
     u64 all_residuals = 0;
     for (u32 i = 0; i < blocks; ++i) all_residuals += got[kMostBlocks + i];
     const bool draws_residual = all_residuals > 0;

@@ -49,32 +49,23 @@ template <u32 kMost> struct Exchange {
         if (threadIdx.x == 0 && blocks > 1) memory.received[round & 1].arrive_and_expect_tx(8 * count * blocks);
     }
 
-    // Sends the j-th number of this block to block `to`.
-    __device__ void post(u32 j, u32 to, u64 number) {
+    // Sends the j-th number of this block to all blocks.  Called by one whole warp.
+    __device__ void post(u32 j, u64 number) {
+        const u32 to = threadIdx.x % 32;
         Barrier& received = memory.received[round & 1];
         u64* slot = memory.slots[round & 1] + j * kMostBlocks + rank;
         if (blocks == 1) {
-            *slot = number;
-        } else {
+            if (to == 0) *slot = number;
+        } else if (to < blocks) {
             store_shared_remote(map_shared_rank(shared_address(slot), to), map_shared_rank(received.address(), to), number);
         }
     }
 
-    // Returns number j of block b at [j * kMostBlocks + b].
+    // Called by all threads; ends with a barrier of the block.  Returns number j of block b at [j * kMostBlocks + b].
     __device__ const u64* wait() {
-        if (blocks == 1) {
-            __syncthreads();
-        } else {
-            wait_acquire_cluster(memory.received[round & 1], (round >> 1) & 1);
-        }
+        if (blocks > 1 && threadIdx.x < 32) wait_acquire_cluster(memory.received[round & 1], (round >> 1) & 1);
+        __syncthreads();  // one warp has waited: the acquire at cluster scope clears the L1
         return memory.slots[round++ & 1];
-    }
-
-    // A whole round.  number(j) is this block's j-th; any thread may be asked, so a barrier of the block stands before.
-    template <typename Number> __device__ const u64* all(u32 count, u32 threads, Number number) {
-        begin(count);
-        for (u32 i = threadIdx.x; i < count * blocks; i += threads) post(i / blocks, i % blocks, number(i / blocks));
-        return wait();
     }
 };
 
@@ -97,11 +88,8 @@ struct Delivery {
     }
     // Called by all threads of the first block.
     __device__ void wait() {
-        if (blocks == 1) {
-            __syncthreads();
-        } else {
-            wait_acquire_cluster(received, 0);
-        }
+        if (blocks > 1 && threadIdx.x < 32) wait_acquire_cluster(received, 0);
+        __syncthreads();
     }
 };
 

@@ -123,7 +123,7 @@ __device__ inline u64 sum_up(const Measured<Sum>& own, SearchMemory<kThreads, Sc
     rounds.begin(kMeasures);
     for (u32 j = warp; j < kMeasures; j += kWarps) {
         const u64 number = join(j, lane < kWarps, memory.of_warps[j * kWarps + min(lane, kWarps - 1)]);
-        if (lane < rounds.blocks) rounds.post(j, lane, number);
+        rounds.post(j, number);
     }
     const u64* got = rounds.wait();
     for (u32 j = warp; j < kMeasures; j += kWarps) {
@@ -134,13 +134,13 @@ __device__ inline u64 sum_up(const Measured<Sum>& own, SearchMemory<kThreads, Sc
     return memory.sums[min(lane, kMeasures - 1)];
 }
 
-// Pivot `j` of `used` in a round, from high to low, in [lo, hi).
-__device__ inline int choose_pivot(u32 round, u32 j, u32 used, int lo, int hi, float unit) {
+// Pivot `j` of a round, from high to low, in [lo, hi).
+__device__ inline int choose_pivot(u32 round, u32 j, int lo, int hi, float unit) {
     const float top = value_of(hi - 1), bottom = fmaxf(value_of(lo), top - 64.0f * unit);
-    const u32 width = u32(hi) - u32(lo), part = used - j, parts = used + 1;
-    int key = int(u32(lo) + width / parts * part + width % parts * part / parts);
+    const u32 width = u32(hi) - u32(lo), part = kPivots - j;  // of 8
+    int key = int(u32(lo) + width / 8 * part + width % 8 * part / 8);
     if (round == 0) key = ordered(top - 2.0f * float(1 << j) * unit);
-    if (round == 1 || round == 2) key = ordered(bottom + (top - bottom) * (float(part) / float(parts)));
+    if (round == 1 || round == 2) key = ordered(bottom + (top - bottom) * (0.125f * float(part)));
     return max(min(key, hi - 1), lo);
 }
 
@@ -160,7 +160,7 @@ __device__ inline int search(const Row& row, Memory& memory, Rounds& rounds, int
         if (near > kNear && round > 0) near = list_near(row, memory, scalar_at<Scalar>(lo), scalar_at<Scalar>(hi));
         const bool listed = near <= kNear;
         const u32 used = round == 0 ? kFirst : kPivots;  // the same in all blocks, whichever of them have lists
-        const Scalar pivot = scalar_at<Scalar>(choose_pivot(round, min(lane, used - 1), used, lo, hi, unit));
+        const Scalar pivot = scalar_at<Scalar>(choose_pivot(round, min(lane, used - 1), lo, hi, unit));
         Scalar pivots[kPivots];
 #pragma unroll
         for (u32 j = 0; j < kPivots; ++j) pivots[j] = __shfl_sync(~0u, pivot, j);

@@ -19,12 +19,15 @@ struct ListMemory {
 
 // The parameters of one row.
 struct Filters {
-    bool greedy, restricts_k, restricts_p;
-    int k;
     float t, p, steep;
+    int k;
     float cut;  // distances from here on have weights below `least`
     u64 least;
     Random random;
+
+    __device__ bool greedy() const { return !(t > 0.0f); }
+    __device__ bool restricts_k(int n) const { return t > 0.0f && k > 0 && k < n; }
+    __device__ bool restricts_p() const { return t > 0.0f && p < 1.0f; }
 };
 
 struct Drawn {
@@ -45,16 +48,16 @@ template <u32 kThreads> __device__ inline u64 block_sum(u64 number, u64* partial
     return sum;
 }
 
-// entries [0, count) are there; *chosen is 0.  write(drawn) is called by one thread.
+// entries [0, count) are there; *chosen is 0.  n: of the row.  write(drawn) is called by one thread.
 template <u32 kThreads, typename Write>
-__device__ inline void draw_from_list(ListMemory& list, u32 count, u32* chosen, const Filters& filters, float largest,
+__device__ inline void draw_from_list(ListMemory& list, u32 count, int n, u32* chosen, const Filters& filters, float largest,
                                       u64* partial, Write write) {
     const auto key_of = [](u64 entry) { return int(entry >> 32); };
     u64 kept_by_k = 0;
     for (u32 i = threadIdx.x; i < count; i += kThreads) {
         const u64 entry = list.entries[i];
         u32 larger = 0;
-        if (filters.restricts_k) {
+        if (filters.restricts_k(n)) {
 #pragma unroll 8
             for (u32 j = 0; j < count; ++j) larger += key_of(list.entries[j]) > key_of(entry) ? 1 : 0;
             if (larger >= u32(filters.k)) continue;
@@ -72,7 +75,7 @@ __device__ inline void draw_from_list(ListMemory& list, u32 count, u32* chosen, 
     for (u32 i = threadIdx.x; i < count; i += kThreads) {
         const int key = key_of(list.chosen[i]);
         u64 above = 0, weight = list.weights[i];
-        if (filters.restricts_p) {
+        if (filters.restricts_p()) {
 #pragma unroll 4
             for (u32 j = 0; j < count; ++j) above += key_of(list.chosen[j]) > key ? list.weights[j] : 0;
             if (above >= goal) weight = 0;
