@@ -10,8 +10,7 @@ from torch import Tensor
 from tilewright.ops.sampling import checks, sample_reference
 from tilewright.ops.sampling import greedy as greedy_op
 from tilewright.ops.sampling import top_k as top_k_op
-from tilewright.ops.sampling import verify_chain as verify_chain_op
-from tilewright.ops.sampling.kernels.sm90 import greedy, sample, top_k, top_k_short, verify_chain
+from tilewright.ops.sampling.kernels.sm90 import greedy, sample, top_k, top_k_short
 from tilewright.ops.sampling.kernels.sm90.resident import Config
 from tilewright.ops.sampling.sample import raw_arguments
 
@@ -30,8 +29,6 @@ TOP_K = (
     (2501, torch.float16, 700, Config(2, 512)),
     (300, torch.bfloat16, 8, top_k_short.Config(4)),
 )
-# vocabulary, drafts, whether they are certain, config
-CHAINS = ((2500, 4, False, Config(4, 256)), (1000, 3, True, Config(1, 256)))
 
 
 def likeliest(n: int, dtype: torch.dtype, config: Config) -> bool:
@@ -62,18 +59,6 @@ def largest(n: int, dtype: torch.dtype, k: int, config: Any) -> bool:
     return torch.equal(outs[1], top_k_op.reference(x, k)[1])
 
 
-def accepted_drafts(vocabulary: int, drafts: int, certain: bool, config: Config) -> bool:
-    """Tokens, and how many are accepted."""
-    params = {"M": 5, "N": vocabulary, "drafts": drafts, "near": 0.3, "certain": certain}
-    made = verify_chain_op.inputs(params, torch.float32, DEVICE, 3)
-    q = made.kwargs.get("draft_probs")
-    p, tokens, seeds, positions = made.args
-    outs = torch.full((5, drafts + 1), -7, device=DEVICE), torch.full((5,), -7, dtype=torch.int32, device=DEVICE)
-    verify_chain.launch(outs, verify_chain_op.VerifyChainArgs(p, tokens, seeds, positions, q), config)
-    wanted = verify_chain_op.reference(p, tokens, seeds, positions, draft_probs=q)
-    return all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
-
-
 def _rows(n: int, dtype: torch.dtype) -> Tensor:
     x = torch.full((7, n + 3), torch.inf, dtype=dtype, device=DEVICE)[:, 1 : n + 1]
     x.copy_(checks.logits(7, n, dtype, DEVICE, 3))
@@ -85,6 +70,5 @@ SAMPLING_RUNS: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]],
     ("greedy", likeliest, GREEDY),
     ("sample", drawn_tokens, SAMPLE),
     ("top-k", largest, TOP_K),
-    ("chain", accepted_drafts, CHAINS),
 )
 """Name, function and arguments of each case."""

@@ -40,7 +40,6 @@ from tilewright.ops.sampling.kernels.sm90 import resident
 from tilewright.ops.sampling.kernels.sm90 import sample as sample_cuda
 from tilewright.ops.sampling.kernels.sm90 import top_k as top_k_cuda
 from tilewright.ops.sampling.kernels.sm90 import top_k_short as top_k_short_cuda
-from tilewright.ops.sampling.kernels.sm90 import verify_chain as verify_chain_cuda
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
@@ -271,7 +270,6 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (sample_cuda.KERNEL, sample_cuda.Params(512, resident.row_offset(512), torch.float32), {}),
     (sample_cuda.KERNEL, sample_cuda.Params(256, resident.row_offset(256), torch.bfloat16), {}),
     (top_k_cuda.KERNEL, top_k_cuda.Params(512, top_k_cuda.row_offset(512, 2048), 2048, torch.float16), {}),
-    (verify_chain_cuda.KERNEL, verify_chain_cuda.Params(256, verify_chain_cuda.ROW_OFFSET, False), {}),
     (top_k_short_cuda.KERNEL, top_k_short_cuda.Params(4, 32, torch.bfloat16), {}),
 ]
 

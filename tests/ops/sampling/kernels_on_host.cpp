@@ -4,7 +4,6 @@
 #include <sample.cuh>
 #include <top_k.cuh>
 #include <top_k_short.cuh>
-#include <verify_chain.cuh>
 
 using namespace tilewright;
 
@@ -49,23 +48,6 @@ template <typename T> static void run_top_k_short(void** p, const Numbers& a) {
             top_k_short<Config<T, 0>>((T*)p[0], (i64*)p[1], (T*)p[2], a.stride, a.rows, a.n, a.k);
         });
     }
-}
-
-template <bool kIsCertain> struct ChainConfig {
-    static constexpr int kThreads = THREADS, kRowOffset = CHAIN_OFFSET;
-    static constexpr bool kCertain = kIsCertain;
-};
-
-template <bool kCertain> static void run_verify_chain(void** p, const Numbers& a) {
-    for (int row = 0; row < a.rows; ++row) {
-        run_cluster(row, a.blocks, THREADS, [&] {
-            verify_chain<ChainConfig<kCertain>>((i64*)p[0], (int*)p[1], (float*)p[2], (float*)p[3], (i64*)p[4], (i64*)p[5],
-                                                (i64*)p[6], a.n, a.k, a.part);
-        });
-    }
-}
-extern "C" void verify_chain_float32(void** p, const Numbers* a) {
-    a->mode ? run_verify_chain<true>(p, *a) : run_verify_chain<false>(p, *a);
 }
 
 #define BOTH(kernel)                                                                               \

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from tilewright import ops
 from tilewright.ops.sampling import checks
-from tilewright.ops.sampling.kernels.sm90 import resident, sample, top_k, verify_chain
+from tilewright.ops.sampling.kernels.sm90 import resident, sample, top_k
 from tilewright.ops.sampling.sample import raw_arguments
 from tilewright.ops.sampling.sample_reference import draw_tokens
-from tilewright.ops.sampling.verify_chain import inputs, reference
 
 THREADS = 64
 HERE = Path(__file__).parent
@@ -43,7 +42,6 @@ def library(tmp_path_factory):
         (folder / "tilewright" / f"{name}.cuh").write_text("#pragma once\n#include <fibers.h>\n")
     offsets = resident.row_offset(THREADS), top_k.row_offset(THREADS, 512)
     defines = [f"-DTHREADS={THREADS}", f"-DROW_OFFSET={offsets[0]}", f"-DTOP_K_OFFSET={offsets[1]}"]
-    defines.append(f"-DCHAIN_OFFSET={verify_chain.ROW_OFFSET}")
     includes = [f"-I{folder}", f"-I{HERE}", f"-I{sample.KERNEL.file.parent}"]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
     made = folder / "kernels.so"
@@ -151,28 +149,3 @@ def test_the_largest_elements(library, case, dtype):
     assert torch.equal(indices, wanted)
     bits = torch.int32 if dtype == torch.float32 else torch.int16  # torch's gather may change those of NaN
     assert torch.equal(values.view(bits), x.view(bits).gather(1, wanted))
-
-
-CHAINS = {  # vocabulary, drafts, blocks, options of the samples
-    "some": (200, 5, 2, {"near": 0.3}),
-    "certain": (48, 3, 1, {"certain": True}),
-    "ended": (64, 4, 1, {"ended": True, "near": 0.1}),
-    "none": (332, 0, 3, {}),
-    "many drafts": (100, 40, 1, {"near": 0.02}),
-}
-
-
-@pytest.mark.parametrize("case", CHAINS)
-def test_accepted_drafts(library, case):
-    vocabulary, drafts, blocks, options = CHAINS[case]
-    m = 12
-    sample = inputs({"M": m, "N": vocabulary, "drafts": drafts, **options}, torch.float32, torch.device("cpu"), 5)
-    p, tokens, seeds, positions = sample.args
-    if case == "some":
-        p[0], p[1, :, ::2], p[2, 0] = 0.0, torch.nan, p[2, 1]
-    q = sample.kwargs.get("draft_probs")
-    made = torch.full((m, drafts + 1), -7), torch.full((m,), -7, dtype=torch.int32)
-    tensors = (*made, p, q, tokens, seeds, positions)
-    run(library, "verify_chain", tensors, p.flatten(1)[:, :vocabulary], blocks, mode=int(q is None), k=drafts)
-    wanted = reference(p, tokens, seeds, positions, draft_probs=q)
-    assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.ops.sampling.places import TORCH, assert_distributed, everywhere_and_in_cuda, keyed
+from tests.ops.sampling.places import TORCH, assert_distributed, everywhere, keyed
 
 from tilewright import ops
 from tilewright.ops.sampling.verify_chain import fixed
@@ -49,23 +49,23 @@ def test_the_law_is_the_target_by_enumeration():
     assert abs(rejected - sum(residual)) <= 1 << 18  # a softmax in float32 sums to 1 up to some 2^-22
 
 
-@everywhere_and_in_cuda
+@everywhere
 def test_where_a_chain_ends(place):
     """All accepted, the second rejected, ended by -1, nothing in common."""
-    steps, vocabulary = 2, 8
+    steps, vocabulary = 2, 5
     p = torch.zeros(4, steps + 1, vocabulary, device=place.device)
     p[:, 0, 1], p[:, 1, 2], p[:, 2, 3] = 1.0, 1.0, 1.0
     drafts = torch.tensor([[1, 2], [1, 4], [1, -1], [0, 2]], device=place.device)
-    q = torch.full((4, steps, vocabulary), 0.125, device=place.device)
+    q = torch.full((4, steps, vocabulary), 0.2, device=place.device)
     for options in ({}, {"draft_probs": q}):
         tokens, accepted = ops.verify_chain(p, drafts, *keyed(4, place), **options, backend=place.backend)
         assert tokens.tolist() == [[1, 2, 3], [1, 2, -1], [1, 2, -1], [1, -1, -1]]
         assert accepted.tolist() == [2, 1, 1, 0]
 
 
-@everywhere_and_in_cuda
+@everywhere
 def test_a_draft_like_the_target_is_accepted(place):
-    target, _, drafts, seeds, positions = problem(200, 3, 32, near=0.0)
+    target, _, drafts, seeds, positions = problem(200, 3, 30, near=0.0)
     p = target.expand(200, -1, -1).contiguous()
     tensors = (t.to(place.device) for t in (p, drafts, seeds, positions))
     tokens, accepted = ops.verify_chain(*tensors, draft_probs=p[:, :3].to(place.device), backend=place.backend)
@@ -73,17 +73,17 @@ def test_a_draft_like_the_target_is_accepted(place):
     assert torch.equal(tokens[:, :3].cpu(), drafts)
 
 
-@everywhere_and_in_cuda
+@everywhere
 def test_probabilities_that_are_none(place):
     """NaN and negative ones count as 0; a row of zeros gives -1."""
-    p = torch.tensor([[[torch.nan, -1.0, 0.5, 0.0]], [[0.0] * 4]], device=place.device)
+    p = torch.tensor([[[torch.nan, -1.0, 0.5]], [[0.0, 0.0, 0.0]]], device=place.device)
     drafts = torch.empty(2, 0, dtype=torch.int64, device=place.device)
     tokens, accepted = ops.verify_chain(p, drafts, *keyed(2, place), backend=place.backend)
     assert tokens.tolist() == [[2], [-1]]
     assert accepted.tolist() == [0, 0]
 
 
-@everywhere_and_in_cuda
+@everywhere
 def test_a_request_does_not_depend_on_the_batch(place):
     target, draft, drafts, seeds, positions = problem(8, 3, 40)
     p, q = target.expand(8, -1, -1).contiguous(), draft.expand(8, -1, -1).contiguous()

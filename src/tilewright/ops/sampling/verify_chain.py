@@ -49,7 +49,7 @@ def verify_chain(
     Returns tokens (B, n + 1) int64, -1 after the last one, and accepted (B,) int32, 0 to n.
     Probabilities are rounded down to multiples of 2^-40, NaN and negative ones to 0; from there all is exact.  Where
     nothing is left of max(p - q, 0), as where p does not sum to 1, the token is one of p; -1 if p is 0 too.
-    There is no gradient.   backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
+    There is no gradient.   backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for other dtypes and shapes, and for probabilities that require a gradient.
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding", 2023.
     """
@@ -110,7 +110,7 @@ FORWARD = RawOp(
     "fwd",
     VerifyChainArgs,
     package="tilewright.ops.sampling",
-    kernels=("sm90.verify_chain", "triton.verify_chain"),
+    kernels=("triton.verify_chain",),
     outputs=lambda args: ((args.target_probs.shape[:2], torch.int64), (args.target_probs.shape[:1], torch.int32)),
     reference=_verified,
     bucket=lambda args: VerifyChainBucket(
