@@ -120,13 +120,11 @@ def test_repeats_streams_and_single_rows():
     x = rows("random", n, torch.float32)
     args = arguments(x, tuple(PARAMETERS), 2)
     parameters = dict(zip(PARAMETERS, args[3:7], strict=True))
-    call = (
-        lambda rows, backend: ops.sample(  # noqa: E731
-            *(t[rows] for t in args[:3]),
-            **{k: v[rows] for k, v in parameters.items()},
-            logprobs="model",
-            backend=backend,
-        )
+    call = lambda rows, backend: ops.sample(
+        *(t[rows] for t in args[:3]),
+        **{k: v[rows] for k, v in parameters.items()},
+        logprobs="model",
+        backend=backend,
     )
     everything = slice(0, ROWS)
     tokens, logs = (t.clone() for t in call(everything, "cuda"))

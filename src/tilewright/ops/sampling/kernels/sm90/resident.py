@@ -60,11 +60,11 @@ def _fits(n: int, dtype: torch.dtype, cluster: int) -> bool:
 
 
 def configure(m: int, n: int, dtype: torch.dtype) -> Config | None:
-    """Chooses the fewest blocks of at most 100 KB of a row that give two to each multiprocessor, where two or three of 256
-    threads run at once.  Up to eight rows have 16 blocks of 512 threads; no block has less than 2048 elements.
+    """Chooses the fewest blocks of at most 100 KB of a row that give two to each multiprocessor, where two or three of
+    256 threads run at once.  Up to eight rows have 16 blocks of 512 threads; none has less than 2048 elements.
     """
-    # H100, 2026-11, top-k and top-p of 131072 in float32: 128 rows 51.6 us (4 blocks 76.7, 16 blocks 73.2; 512 threads 54.0),
-    # 32 rows 18.8 (16 blocks 25.5), 1 row 9.7 (256 threads 10.1, 8 blocks 10.1)
+    # H100, 2026-11, top-k and top-p of 131072 in float32: 128 rows 51.6 us (4 blocks 76.7, 16 blocks 73.2; 512 threads
+    # 54.0), 32 rows 18.8 (16 blocks 25.5), 1 row 9.7 (256 threads 10.1, 8 blocks 10.1)
     fitting = [cluster for cluster in CLUSTERS if _fits(n, dtype, cluster)]
     for cluster in fitting:
         if n <= 2048 * cluster:
