@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from sanitize_attention import ATTENTION_RUNS
 from sanitize_moe import MOE_RUNS
+from sanitize_sampling import SAMPLING_RUNS
 from sanitize_values import DEVICE, HALF, UNWRITTEN, drawn, near, unwritten
 from torch import Tensor
 
@@ -251,6 +252,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("weight only", integer_weights, WEIGHT_ONLY),
         *ATTENTION_RUNS,
         *MOE_RUNS,
+        *SAMPLING_RUNS,
     )
     return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}
 

@@ -141,3 +141,12 @@ def test_a_grid_of_no_blocks_launches_nothing():
     x = torch.empty(0, device="cuda")
     scaled(x, torch.empty_like(x))
     torch.cuda.synchronize()
+
+
+def test_launch_shapes_of_one_kernel_need_different_shared_memory():
+    x = torch.randn(1000, device="cuda")
+    args = ScaleArgs(x, torch.empty_like(x), 2.0, 1.0, True, x.numel(), 0)
+    for shared_bytes in (90 << 10, 60 << 10, 90 << 10, 0, 95 << 10, 90 << 10):
+        args.y.fill_(torch.nan)
+        scale((8,), args, Scale(128, x.dtype), block=128, shared_bytes=shared_bytes)
+        torch.testing.assert_close(args.y, 2 * x + 1)

@@ -37,6 +37,11 @@ from tilewright.ops.gemm.scaled.args import plain_scaled_args
 from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.kernels.sm90 import per_tensor_cast
 from tilewright.ops.quant.layout import TOKEN
+from tilewright.ops.sampling.kernels.sm90 import greedy as greedy_cuda
+from tilewright.ops.sampling.kernels.sm90 import resident
+from tilewright.ops.sampling.kernels.sm90 import sample as sample_cuda
+from tilewright.ops.sampling.kernels.sm90 import top_k as top_k_cuda
+from tilewright.ops.sampling.kernels.sm90 import top_k_short as top_k_short_cuda
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
@@ -339,6 +344,13 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (mla_backward.KERNEL, latent_backward()[1], {"HGMMA": 88, "UTMALDG": 7, "UTMASTG": 1}),
     (mla_backward.KERNEL, latent_backward(documents=True)[2], {"HGMMA": 88, "UTMALDG": 7, "UTMASTG": 1}),
     (mla_backward.POSTPROCESS, latent_backward()[2], {}),
+    # Sampling
+    (greedy_cuda.KERNEL, greedy_cuda.Params(256, torch.float32), {}),
+    (greedy_cuda.KERNEL, greedy_cuda.Params(256, torch.float16), {}),
+    (sample_cuda.KERNEL, sample_cuda.Params(512, resident.row_offset(512), torch.float32), {}),
+    (sample_cuda.KERNEL, sample_cuda.Params(256, resident.row_offset(256), torch.bfloat16), {}),
+    (top_k_cuda.KERNEL, top_k_cuda.Params(512, top_k_cuda.row_offset(512, 2048), 2048, torch.float16), {}),
+    (top_k_short_cuda.KERNEL, top_k_short_cuda.Params(4, 32, torch.bfloat16), {}),
 ]
 
 

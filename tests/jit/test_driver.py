@@ -108,3 +108,19 @@ def test_zeros_of_both_signs_are_passed_as_they_are(core):
     for zero in (0.0, -0.0, 0.0):
         launch(1, 1, 1, 77, None, 5, zero)
     assert [params for _, _, params in core.launched] == [(5, 0), (5, 1 << 31), (5, 0)]
+
+
+def test_a_shape_with_less_shared_memory_leaves_what_others_need(core, monkeypatch):
+    """The limit belongs to the kernel, of which each launch shape has a `Launch`."""
+    from cuda.bindings import driver as bindings
+
+    limits = {}
+    done = bindings.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(bindings, "cuKernelGetAttribute", lambda a, kernel, device: (done, limits.get((a, kernel), 0)))
+    monkeypatch.setattr(
+        bindings, "cuKernelSetAttribute", lambda a, n, kernel, device: (limits.update({(a, kernel): n}) or done,)
+    )
+    loaded = driver.Loaded(SimpleNamespace(device=0, handle=5), "kernel", 0, 0)
+    for shared_bytes in (100 << 10, 60 << 10, 120 << 10, 8 << 10):
+        driver.Launch(loaded, "if", block=(128, 1, 1), shared_bytes=shared_bytes)
+    assert list(limits.values()) == [120 << 10]

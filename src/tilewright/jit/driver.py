@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import copysign
+from threading import Lock
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tilewright.errors import BackendError
 _INSTALL = "launching needs cuda-core: pip install tilewright[cuda]"
 _DEFAULT_SHARED_LIMIT = 48 << 10
 _LARGEST_PORTABLE_CLUSTER = 8
+_setting = Lock()  # of attributes
 _INVALID_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 _ADVICE = {
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "It was made for another GPU: compile it for this one, `tilewright warmup`.",
@@ -157,7 +159,11 @@ class Launch:
         if self._cluster is not None and _product(self._cluster) > _LARGEST_PORTABLE_CLUSTER:
             attributes.append((names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
         for attribute, value in attributes:
-            (status,) = driver.cuKernelSetAttribute(attribute, value, self._kernel.handle, self.loaded.device)
+            with _setting:  # other shapes of this kernel may need more: an attribute is raised, never lowered
+                kernel, device = self._kernel.handle, self.loaded.device
+                status, present = driver.cuKernelGetAttribute(attribute, kernel, device)
+                if status == driver.CUresult.CUDA_SUCCESS and present < value:
+                    (status,) = driver.cuKernelSetAttribute(attribute, value, kernel, device)
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise BackendError(
                     f"{self.loaded.name}: {status.name} on asking for {self._shared_bytes} bytes of dynamic shared "

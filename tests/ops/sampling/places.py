@@ -1,4 +1,4 @@
-"""Where the tests of sampling run: torch on the CPU, Triton in its interpreter, both on a GPU."""
+"""Where the tests of sampling run: torch on the CPU, Triton in its interpreter, both and CUDA C++ on a GPU."""
 
 from typing import NamedTuple
 
@@ -14,15 +14,17 @@ class Place(NamedTuple):
 
 
 TORCH = Place("cpu", "torch")
-everywhere = pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(TORCH, id="torch"),
-        pytest.param(Place("cpu", "triton"), id="interpreter", marks=pytest.mark.interp),
-        pytest.param(Place("cuda", "triton"), id="gpu", marks=pytest.mark.gpu),
-        pytest.param(Place("cuda", "torch"), id="gpu-torch", marks=pytest.mark.gpu),
-    ],
+_PLACES = (
+    pytest.param(TORCH, id="torch"),
+    pytest.param(Place("cpu", "triton"), id="interpreter", marks=pytest.mark.interp),
+    pytest.param(Place("cuda", "triton"), id="gpu", marks=pytest.mark.gpu),
+    pytest.param(Place("cuda", "torch"), id="gpu-torch", marks=pytest.mark.gpu),
 )
+everywhere = pytest.mark.parametrize("place", _PLACES)
+everywhere_and_in_cuda = pytest.mark.parametrize(
+    "place", [*_PLACES, pytest.param(Place("cuda", "cuda"), id="gpu-cuda", marks=pytest.mark.gpu)]
+)
+"""For ops with a kernel in CUDA C++."""
 
 
 def keyed(rows, place, *, seed=7):

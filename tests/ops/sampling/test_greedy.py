@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.ops.sampling.places import everywhere
+from tests.ops.sampling.places import everywhere_and_in_cuda
 
 from tilewright import ops
 
 
-@everywhere
+@everywhere_and_in_cuda
 @pytest.mark.parametrize("n", [1, 7, 1024, 1025, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_is_argmax(n, dtype, place):
@@ -15,7 +15,7 @@ def test_it_is_argmax(n, dtype, place):
     assert torch.equal(ops.greedy(x, backend=place.backend), x.float().cpu().argmax(-1).to(place.device))
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_ties_nan_and_nothing(place):
     x = torch.full((6, 3000), -torch.inf, device=place.device)
     x[0, 7], x[0, 2000] = 1.0, 1.0

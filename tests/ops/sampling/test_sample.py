@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops.sampling.places import TORCH, assert_distributed, everywhere, keyed
+from tests.ops.sampling.places import TORCH, assert_distributed, everywhere_and_in_cuda, keyed
 
 from tilewright import ops
 from tilewright.dispatch import implementations
@@ -49,12 +49,14 @@ def test_draws_have_the_distribution_of_transformers(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("n", [60, 700])
 @pytest.mark.parametrize("case", FILTERS)
-def test_draws_have_the_distribution_of_transformers_on_a_gpu(case):
-    logits = torch.randn(60) * 2
+def test_draws_have_the_distribution_of_transformers_on_a_gpu(case, n, backend):
+    logits = torch.randn(n) * 2
     rows = logits.expand(40000, -1).contiguous().cuda()
     seeds, positions = (t.cuda() for t in keyed(len(rows), TORCH))
-    tokens = ops.sample(rows, seeds, positions, **FILTERS[case], backend="triton")
+    tokens = ops.sample(rows, seeds, positions, **FILTERS[case], backend=backend)
     assert_distributed(tokens, hugging_face(logits, **FILTERS[case]))
 
 
@@ -156,7 +158,7 @@ def test_the_kernels_leave_the_same_tokens(names, rounds):
     assert torch.equal(masses, wanted.view(m, n // 2, 2).sum(-1))
 
 
-@everywhere
+@everywhere_and_in_cuda
 @pytest.mark.parametrize("n", [1, 7, 32000, 50257, 151936])
 def test_vocabularies(n, place):
     """The same tokens and log-probabilities as on the CPU, for vocabularies of models."""
@@ -171,7 +173,7 @@ def test_vocabularies(n, place):
     torch.testing.assert_close(logprobs.cpu(), logs, rtol=1e-6, atol=1e-6)
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_a_token_does_not_depend_on_the_batch(place):
     m, n = 9, 200
     x = torch.randn(m, n, device=place.device) * 3
@@ -185,7 +187,7 @@ def test_a_token_does_not_depend_on_the_batch(place):
         assert torch.equal(alone, together[one])
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_temperature_0_is_greedy(place):
     x = (torch.randn(20, 50, device=place.device) * 2).round()
     seeds, positions = keyed(20, place)
@@ -194,7 +196,7 @@ def test_temperature_0_is_greedy(place):
         assert torch.equal(tokens, ops.greedy(x, backend=place.backend))
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_rows_that_models_should_not_make(place):
     """NaN is never drawn, infinities are; nothing gives -1."""
     x = torch.full((4, 8), -torch.inf, device=place.device)
@@ -205,7 +207,7 @@ def test_rows_that_models_should_not_make(place):
     assert logprobs.tolist() == [0.0, -torch.inf, 0.0, -torch.inf]
 
 
-@everywhere
+@everywhere_and_in_cuda
 @pytest.mark.parametrize("logprobs", ["sampled", "model"])
 def test_log_probabilities(logprobs, place):
     x = torch.randn(12, 90, device=place.device) * 2

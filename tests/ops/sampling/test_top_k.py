@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.ops.sampling.places import everywhere
+from tests.ops.sampling.places import everywhere_and_in_cuda
 
 from tilewright import ops
 from tilewright.errors import RefusedError
 
 
-@everywhere
+@everywhere_and_in_cuda
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 7), (513, 1), (600, 64), (5000, 3), (3000, 256)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_it_is_a_stable_sort(n, k, dtype, place):
@@ -19,7 +19,7 @@ def test_it_is_a_stable_sort(n, k, dtype, place):
     assert torch.equal(values.view(torch.uint8), x.gather(1, indices).view(torch.uint8))
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_nan_is_the_largest(place):
     x = torch.tensor([[1.0, -torch.inf, torch.nan, torch.inf, -torch.nan]], device=place.device)
     assert ops.top_k(x, 5, backend=place.backend)[1].tolist() == [[2, 4, 3, 0, 1]]

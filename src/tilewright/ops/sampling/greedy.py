@@ -24,7 +24,7 @@ def greedy(logits: Tensor, *, out: Tensor | None = None, backend: str | None = N
     NaN counts as -inf, so that a broken logit is never chosen; a row without a logit above -inf gives -1.
     It is the token that `sample` takes at temperature 0.  There is no gradient.
     out: contiguous (B,) int64 to write instead of allocating.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for other dtypes and shapes, and for logits that require a gradient.
     """
     result: Tensor = call(CONTRACT, GreedyArgs(logits), backend, out)
@@ -44,7 +44,7 @@ FORWARD = RawOp(
     "fwd",
     GreedyArgs,
     package="tilewright.ops.sampling",
-    kernels=("triton.greedy",),
+    kernels=("sm90.greedy", "triton.greedy"),
     outputs=lambda args: (((args.logits.shape[0],), torch.int64),),
     reference=lambda args: reference(args.logits),
     bucket=lambda args: rows.rows_bucket(args.logits),

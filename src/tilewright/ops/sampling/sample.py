@@ -69,7 +69,7 @@ def sample(
                  drawn from; "model", in softmax(logits).  With the latter those of the n likeliest follow:
                  values, indices = top_k(logits, n); logprobs[:, None] + values - logits.gather(1, tokens[:, None]).
     out          contiguous memory for the tokens, or for (tokens, log-probabilities), to write instead of allocating.
-    backend      run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend      run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
 
     Exact, by integers (`ops/sampling/numbers.py`): probabilities are multiples of 2^-40 of the largest, tokens below
     that are never drawn; top_p is rounded down to a multiple of 2^-24.  NaN counts as -inf, +inf as the largest number.
@@ -131,7 +131,7 @@ FORWARD = RawOp(
     "fwd",
     SampleArgs,
     package="tilewright.ops.sampling",
-    kernels=("triton.sample",),
+    kernels=("sm90.sample", "triton.sample"),
     outputs=lambda args: (
         ((args.logits.shape[0],), torch.int64),
         ((args.logits.shape[0] if args.logprobs else 0,), torch.float32),

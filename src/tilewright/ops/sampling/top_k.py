@@ -36,7 +36,7 @@ def top_k(
     NaN counts as larger than +inf, as in torch; -0.0 and 0.0 are equal.   `torch.topk` leaves the order of equals open.
     out: (values, indices), contiguous memory to write instead of allocating.
     There is no gradient: x.gather(1, indices) has one.
-    backend: run on exactly this backend ("triton" with k <= 256, "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda" with k <= 2048, "triton" with k <= 256, "torch") or raise BackendError.
     Raises InputError for other dtypes and shapes, k out of range, and x that requires a gradient.
     """
     result: tuple[Tensor, Tensor] = call(CONTRACT, TopKArgs(x, k), backend, several(out, 2, 2))
@@ -55,7 +55,7 @@ FORWARD = RawOp(
     "fwd",
     TopKArgs,
     package="tilewright.ops.sampling",
-    kernels=("triton.top_k",),
+    kernels=("sm90.top_k_short", "sm90.top_k", "triton.top_k"),
     outputs=lambda args: (
         ((args.x.shape[0], args.k), args.x.dtype),
         ((args.x.shape[0], args.k), torch.int64),

@@ -38,6 +38,13 @@ __device__ inline void store_shared_remote(u32 address, u32 barrier, float v0, f
                  : "memory");
 }
 
+// The same for one number of 8 bytes, 8-byte aligned.
+__device__ inline void store_shared_remote(u32 address, u32 barrier, u64 value) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address), "l"(value),
+                 "r"(barrier)
+                 : "memory");
+}
+
 // Barrier::wait with acquire at cluster scope: afterwards, what other blocks wrote before they arrived is visible.
 __device__ inline void wait_acquire_cluster(const Barrier& barrier, u32 parity) {
     u32 done = 0;

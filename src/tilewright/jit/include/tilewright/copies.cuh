@@ -10,6 +10,14 @@
 
 namespace tilewright {
 
+// Counts its bytes at `barrier`, which announced them.
+__device__ inline void bulk_load(void* to, const void* from, u32 bytes, Barrier& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(barrier.address())
+                 : "memory");
+}
+
 __device__ inline void bulk_store(void* to, const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
                  : "memory");
@@ -25,6 +33,16 @@ __device__ inline void bulk_reduce_add(float* to, const void* from, u32 bytes) {
 // Waits until at most kPending of this thread's bulk groups have not yet written global memory.
 template <u32 kPending> __device__ inline void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Loads 16 bytes that are read once, past the L1.
+struct alignas(16) Word4 { u32 x[4]; };
+__device__ inline Word4 load_once(const void* from) {
+    Word4 w;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x[0]), "=r"(w.x[1]), "=r"(w.x[2]), "=r"(w.x[3])
+                 : "l"(from));
+    return w;
 }
 
 // Copies 4 bytes, or writes zeros if not `valid`; then `from` is not read.

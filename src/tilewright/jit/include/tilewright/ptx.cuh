@@ -52,11 +52,43 @@ template <u32 kRegisters> __device__ inline void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Clusters.  [barrier.cluster, %cluster_ctarank]
+// The lesser of two numbers; NaN if one is NaN.  [min.NaN]
+__device__ inline float min_nan(float a, float b) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+    return least;
+}
+
+// The larger of two numbers; NaN if one is NaN.  [max.NaN]
+__device__ inline float max_nan(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
+// The high word of a product, of the 64-bit product: twice as fast as __umulhi on Hopper.
+__device__ inline u32 multiply_high(u32 a, u32 b) {
+    u32 high;
+    asm("{\n.reg .u64 p;\n.reg .u32 low;\nmul.wide.u32 p, %1, %2;\nmov.b64 {low, %0}, p;\n}\n" : "=r"(high) : "r"(a), "r"(b));
+    return high;
+}
+
+// The dynamic shared memory of the block.
+__device__ inline u8* dynamic_shared() {
+    extern __shared__ __align__(1024) u8 dynamic_shared_bytes[];
+    return dynamic_shared_bytes;
+}
+
+// Clusters.  [barrier.cluster, %cluster_ctarank, %cluster_nctarank]
 __device__ inline u32 cluster_rank() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
+}
+__device__ inline u32 cluster_blocks() {
+    u32 blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
 }
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

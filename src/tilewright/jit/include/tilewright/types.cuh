@@ -64,4 +64,23 @@ template <typename T> __device__ inline T from_float(float x) {
     }
 }
 
+// The larger of each of two adjacent elements; of a number and NaN the number, or with kNan NaN.
+template <typename T, bool kNan = false> __device__ inline u32 max_pair(u32 a, u32 b) {
+    static_assert(Same<T, bfloat16>::value || Same<T, float16>::value, "two elements fill 32 bits: bfloat16 or float16");
+    u32 larger;
+    if constexpr (Same<T, bfloat16>::value && kNan) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    if constexpr (Same<T, bfloat16>::value && !kNan) asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    if constexpr (Same<T, float16>::value && kNan) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    if constexpr (Same<T, float16>::value && !kNan) asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+template <typename T> __device__ inline T minus_infinity() {
+    if constexpr (Same<T, float>::value) {
+        return __uint_as_float(0xff800000u);
+    } else {
+        return T{u16(Same<T, bfloat16>::value ? 0xff80 : 0xfc00)};
+    }
+}
+
 }  // namespace tilewright
