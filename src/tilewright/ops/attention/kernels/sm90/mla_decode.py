@@ -1,0 +1,255 @@
+"""mla_decode in CUDA C++ for Hopper: blocks of 64 query rows over tiles of 64 keys, O in the registers of two warpgroups.
+
+Bytes: each key once from the L2 for 128 query rows, 1152 of them, and q and o.  128 sequences of 4096 tokens with 128
+heads: 604 MB, 137 us at 4.4 TB/s, and 146 GFLOP, 183 us at 800 TFLOP/s; with 16 heads the bytes are the bound.
+`mla_decode.cuh` says how the work of a block is divided, `mla_decode_parts/schedule.cuh` how that of a launch is.
+"""
+
+from math import gcd
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import register_kernel
+from tilewright.hardware.device import device_info
+from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.compilers.kernel_args import F32, I32, Map, Pointer
+from tilewright.jit.cuda_launch import CudaKernel
+from tilewright.jit.tape import scratch
+from tilewright.jit.tensor_map import tensor_map
+from tilewright.ops.attention.layout import addressable
+from tilewright.ops.attention.mla_decode import FORWARD
+from tilewright.ops.attention.mla_decode.args import MlaDecodeArgs, MlaDecodeBucket
+
+_ROWS, _COLUMNS, _SWIZZLE = 64, 64, 128  # of a slab, as in mla_decode_parts/shape.cuh
+_D, _D_V, _P_STAGES, _THREADS = 576, 512, 2, 512
+_SLAB_BYTES = _ROWS * _SWIZZLE
+_COMBINE_THREADS = 512
+_COMBINE_BLOCKS = 512  # about as many as run at once
+
+
+class Config(NamedTuple):
+    """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q in
+    registers, of nine.   late_left, late_right: steps of P V of four that wait for the scores of the next key tile.
+    prefetch: key tiles fetched ahead into the L2.   least: key tiles of a share, if a row tile may be cut; cost: key
+    tiles that cutting costs.   pair: two blocks with 64 rows each share their keys, where a sequence has 128.
+    """
+
+    quads: int = 5
+    ropes: int = 2
+    q_registers: int = 6
+    scoring_registers: int = 168
+    late_left: int = 0
+    late_right: int = 4
+    prefetch: int = 0
+    least: int = 2
+    cost: int = 6
+    pair: bool = True
+
+
+class Params(NamedTuple):
+    kCluster: int
+    kQuads: int
+    kRopes: int
+    kQRegisters: int
+    kScoringRegisters: int
+    kLateLeft: int
+    kLateRight: int
+    kPrefetch: int
+    kBoxRows: int
+    Element: torch.dtype
+
+
+class Args(NamedTuple):
+    map_q: Map
+    map_kv: Map
+    o: Pointer
+    lse: Pointer
+    partial_o: Pointer
+    partial_lse: Pointer
+    lengths: Pointer
+    block_table: Pointer
+    sinks: Pointer
+    batches: I32
+    tiles: I32
+    rows: I32
+    heads: I32
+    s_q: I32
+    capacity: I32
+    table_stride: I32
+    page_size: I32
+    pages: I32
+    causal: bool
+    clusters: I32
+    least: I32
+    cost: I32
+    scale: F32
+
+
+class CombineParams(NamedTuple):
+    kThreads: int
+    Element: torch.dtype
+
+
+class CombineArgs(NamedTuple):
+    partial_o: Pointer
+    partial_lse: Pointer
+    o: Pointer
+    lse: Pointer
+    lengths: Pointer
+    sinks: Pointer
+    batches: I32
+    tiles: I32
+    rows: I32
+    heads: I32
+    s_q: I32
+    capacity: I32
+    causal: bool
+    clusters: I32
+    least: I32
+    cost: I32
+    cluster_size: I32
+    rows_each: I32
+
+
+_FILE = Path(__file__).with_name("mla_decode.cuh")
+KERNEL = CudaKernel(_FILE, "sm90_mla_decode", Args, archs=("sm_90a",), dependent=True)
+COMBINE = CudaKernel(
+    _FILE.with_name("mla_decode_combine.cuh"), "sm90_mla_decode_combine", CombineArgs, archs=("sm_90a",), dependent=True
+)
+
+
+def shared_bytes(config: Config) -> int:
+    """Shared memory of the rings, of q and of P."""
+    slabs = 4 * config.quads + config.ropes + 9 - config.q_registers + _P_STAGES
+    return slabs * _SLAB_BYTES
+
+
+def params(args: MlaDecodeArgs, config: Config) -> Params:
+    rows = args.q.shape[1] * args.q.shape[2]
+    box_rows = _ROWS if args.block_table is None else gcd(args.kv_cache.shape[1], _ROWS)
+    return Params(
+        kCluster=cluster_of(rows, config),
+        kQuads=config.quads,
+        kRopes=config.ropes,
+        kQRegisters=config.q_registers,
+        kScoringRegisters=config.scoring_registers,
+        kLateLeft=config.late_left,
+        kLateRight=config.late_right,
+        kPrefetch=config.prefetch,
+        kBoxRows=box_rows,
+        Element=args.q.dtype,
+    )
+
+
+def cluster_of(rows: int, config: Config) -> int:
+    """Blocks that share keys: two, where both have rows."""
+    return 2 if config.pair and -(-rows // _ROWS) % 2 == 0 else 1
+
+
+def why_not(args: MlaDecodeArgs) -> str | None:
+    """Why this kernel cannot run, or None."""
+    q, cache = args.q, args.kv_cache
+    arch = device_info(q.device).arch
+    if arch != "sm_90":
+        return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
+    if args.indices is not None:
+        return "has no sparse form"
+    if q.dtype not in (torch.bfloat16, torch.float16) or cache.dtype != q.dtype:
+        return f"multiplies bf16 or fp16, got q {q.dtype} and kv_cache {cache.dtype}"
+    if (q.shape[3], args.d_v) != (_D, _D_V):
+        return f"has D = {_D} and d_v = {_D_V}, got D = {q.shape[3]}, d_v = {args.d_v}"
+    if not (q.numel() and cache.numel() and args.capacity):
+        return "has nothing to read"
+    if args.scale <= 0:
+        return f"takes a positive scale, got {args.scale}"
+    if not (addressable(q) and addressable(cache)):
+        return "needs addresses and strides of q and kv_cache that are multiples of 16 bytes"
+    if q.shape[1] > 1 and q.stride(1) != q.shape[2] * q.stride(2):
+        return "needs tokens of q that follow their heads at one stride"
+    return None
+
+
+_SHARED = (Config(), Config(prefetch=4), Config(late_left=2), Config(q_registers=5))
+CONFIGS = _SHARED
+"""Every config that `configure` and `candidates` can return."""
+
+
+def configure(bucket: MlaDecodeBucket, dtype: torch.dtype) -> Config:
+    """One for all sizes."""
+    return CONFIGS[0]
+
+
+def candidates(bucket: MlaDecodeBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    return CONFIGS
+
+
+@register_kernel(
+    FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> None:
+    """Write o (B, S_q, H, 512) and lse (B, S_q, H)."""
+    (o, lse), q, cache, table = outs, args.q, args.kv_cache, args.block_table
+    batch, s_q, heads, _ = q.shape
+    rows = s_q * heads
+    values = params(args, config)
+    cluster = values.kCluster
+    tiles = -(-rows // (_ROWS * cluster))
+    clusters = max(usable_sms(q.device) // cluster, 1)
+    least = 0 if args.batch_invariant or args.capacity <= config.least * _ROWS else config.least
+    if not least:
+        clusters = min(clusters, batch * tiles)
+    slots = 2 * clusters * cluster * _ROWS if least else 1
+    partial_o = scratch((slots, _D_V), torch.float32, q.device)
+    partial_lse = scratch((slots,), torch.float32, q.device)
+    division = (clusters, least, config.cost)
+    sizes = (batch, tiles, rows, heads, s_q, args.capacity)
+    KERNEL(
+        (clusters * cluster,),
+        Args(
+            tensor_map(q.flatten(1, 2), (1, _ROWS, _COLUMNS), swizzle=_SWIZZLE),
+            tensor_map(cache, (1, values.kBoxRows, _COLUMNS), swizzle=_SWIZZLE),
+            o,
+            lse,
+            partial_o,
+            partial_lse,
+            args.lengths,
+            table,
+            args.sinks,
+            *sizes,
+            0 if table is None else table.stride(0),
+            cache.shape[1],
+            cache.shape[0],
+            args.causal,
+            *division,
+            args.scale,
+        ),
+        values,
+        block=_THREADS,
+        shared_bytes=shared_bytes(config),
+        cluster=(cluster, 1, 1) if cluster > 1 else None,
+    )
+    if not least:
+        return
+    cut = min(batch * tiles, clusters - 1)
+    rows_each = max(1, min(rows, cluster * _ROWS) * cut // _COMBINE_BLOCKS)
+    COMBINE(
+        (cut, -(-min(rows, cluster * _ROWS) // rows_each)),
+        CombineArgs(
+            partial_o,
+            partial_lse,
+            o,
+            lse,
+            args.lengths,
+            args.sinks,
+            *sizes,
+            args.causal,
+            *division,
+            cluster,
+            rows_each,
+        ),
+        CombineParams(_COMBINE_THREADS, q.dtype),
+        block=_COMBINE_THREADS,
+    )

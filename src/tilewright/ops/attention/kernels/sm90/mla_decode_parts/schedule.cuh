@@ -1,0 +1,123 @@
+// Which key tiles of which rows a cluster attends to, computed on the device from the lengths.
+//
+// A row tile is 64 query rows (tokens times heads, the head fastest) for each block of a cluster.  Work is counted in units, one
+// key tile of one row tile, numbered row tile by row tile.  Either clusters take whole row tiles in turns, or, where
+// that would leave many of them idle at the end, each takes an equal share of consecutive units: then a row tile may be cut
+// into parts, which leave partial results in slots that the combine kernel reads.
+#pragma once
+
+#include <tilewright/types.cuh>
+
+namespace tilewright {
+
+struct DecodeProblem {
+    const int* lengths;
+    int batches, tiles;  // row tiles of a sequence
+    int rows;            // query rows of a sequence: s_q * heads
+    int heads, s_q, capacity;
+    bool causal;
+    int clusters;        // that share the work
+    int least, cost;     // units of a share at least; units that splitting costs.  least = 0: whole row tiles always
+
+    __device__ int length(int b) const { return min(max(lengths[b], 0), capacity); }
+    // A sequence of length 0 has one key tile, of which it sees nothing.
+    __device__ int key_tiles(int b) const { return max((length(b) + 63) / 64, 1); }
+};
+
+// All lanes of a warp compute it together.
+struct DecodePlan {
+    int share;  // units of a cluster; 0: whole row tiles
+
+    __device__ explicit DecodePlan(const DecodeProblem& problem) {
+        int total = 0, most = 0;
+        for (int b = int(threadIdx.x % 32); b < problem.batches; b += 32) {
+            const int n = problem.key_tiles(b);
+            total += n, most = max(most, n);
+        }
+        total = int(__reduce_add_sync(~0u, u32(total))) * problem.tiles;
+        most = int(__reduce_max_sync(~0u, u32(most)));
+        const int row_tiles = problem.batches * problem.tiles;
+        const int turns = (row_tiles + problem.clusters - 1) / problem.clusters;
+        const int even = max((total + problem.clusters - 1) / problem.clusters, problem.least);
+        share = problem.least == 0 || turns * most <= even + problem.cost ? 0 : even;
+    }
+};
+
+// The sequence and row tile that unit `unit` belongs to.  All lanes compute it together.
+struct UnitPlace {
+    int batch, tile;
+    int first;  // unit of the row tile's first key tile
+
+    __device__ UnitPlace(const DecodeProblem& problem, int unit) {
+        const int lane = int(threadIdx.x % 32);
+        int before = 0;
+        batch = problem.batches, tile = 0, first = 0;
+        for (int base = 0; base < problem.batches; base += 32) {
+            const int n = base + lane < problem.batches ? problem.key_tiles(base + lane) * problem.tiles : 0;
+            int end = n;  // inclusive prefix sum
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, end, step);
+                if (lane >= step) end += other;
+            }
+            const u32 behind = __ballot_sync(~0u, before + end > unit);
+            if (behind != 0) {
+                const int at = __ffs(int(behind)) - 1;
+                const int start = before + __shfl_sync(~0u, end - n, at), each = __shfl_sync(~0u, n, at) / problem.tiles;
+                batch = base + at;
+                tile = (unit - start) / each;
+                first = start + tile * each;
+                return;
+            }
+            before += __shfl_sync(~0u, end, 31);
+        }
+    }
+};
+
+// Consecutive key tiles of one row tile: [begin, end).
+struct DecodeSegment {
+    int batch, tile, length;
+    int begin, end;
+    int slot;  // of the partial result; -1: the row tile is whole
+};
+
+struct DecodeSchedule {
+    DecodeProblem problem;
+    int cluster, share;
+    int batch, tile, unit, first, end;  // of the next segment: its place, its unit, its row tile's first unit, the share's end
+
+    __device__ DecodeSchedule(const DecodeProblem& problem, int cluster) : problem(problem), cluster(cluster) {
+        share = DecodePlan(problem).share;
+        if (share > 0) {
+            const UnitPlace place(problem, cluster * share);
+            batch = place.batch, tile = place.tile, unit = cluster * share, first = place.first, end = unit + share;
+        } else {
+            batch = cluster / problem.tiles, tile = cluster % problem.tiles, unit = first = end = 0;
+        }
+    }
+
+    // Takes the next segment; false if there is none.
+    __device__ bool next(DecodeSegment& segment) {
+        if (batch >= problem.batches || (share > 0 && unit >= end)) return false;
+        segment.batch = batch, segment.tile = tile;
+        segment.length = problem.length(batch);
+        const int n = max((segment.length + 63) / 64, 1);
+        if (share > 0) {
+            segment.begin = unit - first, segment.end = min(n, end - first);
+            const bool whole = segment.begin == 0 && segment.end == n;
+            segment.slot = whole ? -1 : 2 * cluster + (unit == cluster * share ? 0 : 1);
+            unit = first + segment.end;
+            if (segment.end == n) {
+                first += n;
+                if (++tile == problem.tiles) tile = 0, ++batch;
+            }
+        } else {
+            segment.begin = 0, segment.end = n, segment.slot = -1;
+            tile += problem.clusters;
+            batch += tile / problem.tiles, tile %= problem.tiles;
+        }
+        return true;
+    }
+};
+
+}  // namespace tilewright
