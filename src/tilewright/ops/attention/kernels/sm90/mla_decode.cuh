@@ -12,7 +12,7 @@
 // A tile of 64 rows and 64 keys is 2176 cycles of the tensor cores and about 2000 of the shared memory.  The idea of two
 // column halves that share P is FlashMLA's (DeepSeek-AI 2025), where the halves also compute the scores in turns.
 //
-// Config: kCluster, kQuads, kRopes, kQRegisters, kScoringRegisters, kLateLeft and kLateRight (steps of P V of four that
+// Config: kCluster, kQuads, kRopes, kQRegisters, kScoringRegisters, kTail (steps of S of 36 that the right half need not wait for), kLateLeft and kLateRight (steps of P V of four that
 // wait for the next scores), kPrefetch (key tiles that are fetched ahead into the L2), kBoxRows, Element.
 #pragma once
 

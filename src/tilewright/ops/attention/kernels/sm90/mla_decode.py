@@ -32,8 +32,8 @@ _COMBINE_BLOCKS = 512  # about as many as run at once
 
 class Config(NamedTuple):
     """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q in
-    registers, of nine.   late_left, late_right: steps of P V of four that wait for the scores of the next key tile.
-    prefetch: key tiles fetched ahead into the L2.   least: key tiles of a share, if a row tile may be cut; cost: key
+    registers, of nine.   late_left, late_right: steps of P V of four that wait for the scores of the next key tile, all
+    but `tail` steps of them.   prefetch: key tiles fetched ahead into the L2.   least: key tiles of a share, if a row tile may be cut; cost: key
     tiles that cutting costs.   pair: two blocks with 64 rows each share their keys, where a sequence has 128.
     """
 
@@ -41,6 +41,7 @@ class Config(NamedTuple):
     ropes: int = 2
     q_registers: int = 6
     scoring_registers: int = 168
+    tail: int = 8
     late_left: int = 0
     late_right: int = 4
     prefetch: int = 0
@@ -55,6 +56,7 @@ class Params(NamedTuple):
     kRopes: int
     kQRegisters: int
     kScoringRegisters: int
+    kTail: int
     kLateLeft: int
     kLateRight: int
     kPrefetch: int
@@ -136,6 +138,7 @@ def params(args: MlaDecodeArgs, config: Config) -> Params:
         kRopes=config.ropes,
         kQRegisters=config.q_registers,
         kScoringRegisters=config.scoring_registers,
+        kTail=config.tail,
         kLateLeft=config.late_left,
         kLateRight=config.late_right,
         kPrefetch=config.prefetch,

@@ -35,6 +35,8 @@ template <typename Config> struct ScoringWarpgroup {
     using Shape = DecodeShape<Config>;
     using Element = typename Config::Element;
     static constexpr u32 kScores = Shape::kN / 2;
+    // The last wgmmas of S are a group of their own: when only they are in flight the right half may issue its P V
+    static constexpr u32 kTail = Config::kTail;
 
     DecodeBarriers<Config>& barriers;
     RowScales<Config>& scales;
@@ -59,6 +61,7 @@ template <typename Config> struct ScoringWarpgroup {
             const u64 k_half = wgmma_advance(desc_quads, quad.stage * kQuadBytes);
 #pragma unroll
             for (u32 i = 0; i < 16; ++i) {
+                if (half == 1 && i + kTail == 16) wgmma_commit();
                 const u32 slab = 4 * half + i / 4, offset = i % 4 * kWgmmaKBytes;
                 const u64 k = wgmma_advance(k_half, i / 4 * kSlabBytes + offset);
                 if (slab < Shape::kQRegisters) {
@@ -125,10 +128,11 @@ template <typename Config> struct ScoringWarpgroup {
             for (int n = segment.begin; n < segment.end; ++n) {
                 const u32 rope_stage = rope.stage;
                 multiply(s, q, desc_q, desc_quads, desc_ropes);
+                wgmma_wait<(kTail > 0)>();
+                if (lane_index() == 0) barriers.s_done[p.stage].arrive();
                 wgmma_wait<0>(s);
                 release_stage<Shape::kCluster>(barriers.rope_empty[rope_stage]);
                 rope.advance();
-                if (lane_index() == 0) barriers.s_done[p.stage].arrive();
                 if (n + 1 == segment.end && lane_index() == 0) barriers.q_empty.arrive();
 
                 // Mask and softmax
