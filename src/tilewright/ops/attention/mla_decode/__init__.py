@@ -111,7 +111,7 @@ FORWARD = RawOp(
     "fwd",
     MlaDecodeArgs,
     package="tilewright.ops.attention",
-    kernels=("sm90.mla_decode",),
+    kernels=("sm90.mla_decode", "triton.mla_decode"),
     outputs=_outputs,
     reference=attention,
     bucket=bucket,

@@ -24,8 +24,11 @@ def _as_operand(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def finish(m_i, l_i, acc, sinks, heads, in_range):
-    """(o, lse) of rows: the sink joins the denominator.  m_i in units of log2; a row without keys has l_i = 0."""
+def normaliser(m_i, l_i, sinks, heads, in_range):
+    """(factor of the sum, lse) of rows: the sink joins the denominator.  m_i in units of log2; a row without keys has
+    l_i = 0.
+    """
+    norm = tl.full(m_i.shape, 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=in_range, other=0.0) * LOG2E
         m_sink = tl.maximum(m_i, sink)
@@ -33,10 +36,16 @@ def finish(m_i, l_i, acc, sinks, heads, in_range):
         norm = tl.exp2(m_i - base)
         l_i = l_i * norm + tl.exp2(sink - base)
         m_i = base
-        acc *= norm[:, None]
     empty = l_i == 0.0
     row_lse = tl.where(empty, MINUS_INFINITY, (m_i + tl.log2(l_i)) * LN2)
-    return acc * (1.0 / tl.where(empty, 1.0, l_i))[:, None], row_lse
+    return norm * (1.0 / tl.where(empty, 1.0, l_i)), row_lse
+
+
+@triton.jit
+def finish(m_i, l_i, acc, sinks, heads, in_range):
+    """(o, lse) of rows."""
+    factor, row_lse = normaliser(m_i, l_i, sinks, heads, in_range)
+    return acc * factor[:, None], row_lse
 
 
 @triton.jit

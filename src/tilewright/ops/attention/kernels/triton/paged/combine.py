@@ -13,6 +13,16 @@ from tilewright.ops.attention.kernels.triton.scores import MINUS_INFINITY
 
 
 @triton.jit
+def joined(m_i, l_i, acc, m_s, l_s, acc_s):
+    """(m_i, l_i, acc) of rows, (ROWS,) and (ROWS, WIDTH), joined with those of several chunks, (CHUNKS, ROWS, ...)."""
+    m_new = tl.maximum(m_i, tl.max(m_s, 0))
+    base = tl.where(m_new == MINUS_INFINITY, 0.0, m_new)
+    alpha, weight = tl.exp2(m_i - base), tl.exp2(m_s - base[None, :])
+    l_new = l_i * alpha + tl.sum(l_s * weight, 0)
+    return m_new, l_new, acc * alpha[:, None] + tl.sum(acc_s * weight[:, :, None], 0)
+
+
+@triton.jit
 def combine_kernel(
     partial_acc, partial_stat, o, lse, lengths, cu_seqlens, sinks,
     B, T, H_KV, capacity, left, enough, most,
@@ -61,12 +71,7 @@ def combine_kernel(
             mask=mask[:, :, None] & (offs_d < D_V)[None, None, :],
             other=0.0,
         )  # (SPLITS, ROWS_EACH, WIDTH)
-        m_new = tl.maximum(m_i, tl.max(m_s, 0))
-        base = tl.where(m_new == MINUS_INFINITY, 0.0, m_new)
-        alpha, weight = tl.exp2(m_i - base), tl.exp2(m_s - base[None, :])
-        l_i = l_i * alpha + tl.sum(l_s * weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(acc_s * weight[:, :, None], 0)
-        m_i = m_new
+        m_i, l_i, acc = joined(m_i, l_i, acc, m_s, l_s, acc_s)
 
     values, row_lse = finish(m_i, l_i, acc, sinks, head, in_rows)
     out_row = (first + token).to(tl.int64) * (H_KV * GROUP) + head

@@ -120,7 +120,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form)
     left = min(args.left, capacity)
 
     # Tasks: enough to fill the GPU, and the most that there are; both from shapes alone
-    filling = max(1, _processors(q) * tile.ctas_per_sm // kv_heads)
+    filling = max(1, processors(q) * tile.ctas_per_sm // kv_heads)
     fixed = args.batch_invariant
     most = (_FIXED_CHUNKS if few else 1) if fixed else _WAVES * filling
     splits = form.row_tiles * most if fixed else 2 * most
@@ -129,7 +129,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form)
     partial_acc = scratch((max(partial_rows, 1), d_v), torch.float32, q.device)
     partial_stat = scratch((max(partial_rows, 1), 2), torch.float32, q.device)
 
-    dependent = _has_dependents(q)
+    dependent = has_dependents(q)
     columns, block_b = _columns(args), max(16, triton.next_power_of_2(batch + (not each)))
     sizes = (batch, count, kv_heads, capacity)
     goal = (left, filling, most)
@@ -161,11 +161,12 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form)
     )
 
 
-def _processors(q: Tensor) -> int:
+def processors(q: Tensor) -> int:
+    """Multiprocessors of the device of q."""
     return _CPU_PROCESSORS if target_of(q) == "cpu" else device_info(q.device).sm_count or 132
 
 
-def _has_dependents(q: Tensor) -> bool:
+def has_dependents(q: Tensor) -> bool:
     """Does the GPU launch a kernel before the end of the one it depends on?  Since sm_90."""
     arch = target_of(q)
     return arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90

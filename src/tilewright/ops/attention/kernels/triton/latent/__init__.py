@@ -1,0 +1,1 @@
+"""Latent attention over a KV cache: how programs find their work on the device, and the two kernels."""
