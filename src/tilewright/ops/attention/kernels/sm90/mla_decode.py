@@ -1,4 +1,4 @@
-"""mla_decode in CUDA C++ for Hopper: blocks of 64 query rows over tiles of 64 keys, O in the registers of two warpgroups.
+"""mla_decode in CUDA C++ for Hopper: blocks of 64 query rows over tiles of 64 keys, O in two warpgroups' registers.
 
 Bytes: each key once from the L2 for 128 query rows, 1152 of them, and q and o.  128 sequences of 4096 tokens with 128
 heads: 604 MB, 137 us at 4.4 TB/s, and 146 GFLOP, 183 us at 800 TFLOP/s; with 16 heads the bytes are the bound.
@@ -32,8 +32,8 @@ _COMBINE_BLOCKS = 512  # about as many as run at once
 
 class Config(NamedTuple):
     """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q in
-    registers, of nine.   late_left, late_right: steps of P V of four that wait for the scores of the next key tile, all
-    but `tail` steps of them.   prefetch: key tiles fetched ahead into the L2.   least: key tiles of a share, if a row tile may be cut; cost: key
+    registers, of nine.   late_left, late_right: steps of P V of four that wait for the scores of the next key tile,
+    all but `tail` steps of them.   prefetch: key tiles fetched ahead into the L2.   least: key tiles of a share, if a row tile may be cut; cost: key
     tiles that cutting costs.   pair: two blocks with 64 rows each share their keys, where a sequence has 128.
     """
 
