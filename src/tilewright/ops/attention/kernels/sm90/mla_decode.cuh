@@ -17,6 +17,7 @@
 #pragma once
 
 #include "mla_decode_parts/copies.cuh"
+#include "mla_decode_parts/gather.cuh"
 #include "mla_decode_parts/scores.cuh"
 #include "mla_decode_parts/values.cuh"
 
@@ -24,10 +25,11 @@ namespace tilewright {
 
 template <typename Config>
 __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_decode(
-    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_kv, typename Config::Element* o,
-    float* lse, float* partial_o, float* partial_lse, const int* lengths, const int* block_table, const float* sinks,
-    int batches, int tiles, int rows, int heads, int s_q, int capacity, int table_stride, int page_size, int pages,
-    bool causal, int clusters, int least, int cost, float scale) {
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_kv, const u8* cache,
+    typename Config::Element* o, float* lse, float* partial_o, float* partial_lse, const int* lengths,
+    const int* block_table, const int* indices, const float* sinks, int batches, int tiles, int rows, int heads, int s_q,
+    int capacity, int each, int table_stride, int page_size, int pages, int page_units, int row_units, bool causal,
+    int clusters, int least, int cost, float scale) {
     using Shape = DecodeShape<Config>;
     extern __shared__ __align__(1024) u8 quads[];
     u8* const ropes = quads + Shape::kQuads * kQuadBytes;
@@ -35,12 +37,14 @@ __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_dec
     u8* const slabs_p = slabs_q + Shape::kQSlabs * kSlabBytes;
     __shared__ DecodeBarriers<Config> barriers;
     __shared__ RowScales<Config> scales;
+    __shared__ KeyMasks<Config> masks;
 
     const u32 role = warp_index() / 4, rank = Shape::kCluster == 1 ? 0 : cluster_rank();
     if (threadIdx.x == 0) {
         barriers.init();
         fence_barrier_init();
-        tma_prefetch_descriptor(map_q), tma_prefetch_descriptor(map_kv);
+        tma_prefetch_descriptor(map_q);
+        if (!Shape::kGather) tma_prefetch_descriptor(map_kv);
     }
     if constexpr (Shape::kCluster == 1) {
         __syncthreads();
@@ -50,11 +54,16 @@ __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_dec
     griddepcontrol_wait();
     launch_dependents();
 
-    const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, causal, clusters, least, cost};
+    const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, each, causal, clusters, least, cost};
     const int cluster = int(blockIdx.x / Shape::kCluster);
     if (role == kCopying) {
         warpgroup_reg_dealloc<Shape::kCopyingRegisters>();
-        if (warp_index() % 4 == 0) {
+        if constexpr (Shape::kGather) {
+            DecodeSchedule schedule(problem, cluster);
+            const GatherCache gathered{cache, block_table, indices, table_stride, page_size, pages, page_units, row_units};
+            GatherWarpgroup<Config> copies{map_q, gathered, barriers, masks, quads, ropes, slabs_q, warp_index() % 4, lane_index()};
+            copies.run(schedule);
+        } else if (warp_index() % 4 == 0) {
             DecodeSchedule schedule(problem, cluster);
             const DecodeCache cache{block_table, table_stride, page_size, pages};
             CopyWarp<Config> copies{map_q, map_kv, cache, barriers, quads, ropes, slabs_q, lane_index(), rank};
@@ -63,7 +72,7 @@ __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_dec
     } else if (role == kScoring) {
         warpgroup_reg_alloc<Shape::kScoringRegisters>();
         DecodeSchedule schedule(problem, cluster);
-        ScoringWarpgroup<Config> scoring{barriers, scales, quads, ropes, slabs_q, slabs_p};
+        ScoringWarpgroup<Config> scoring{barriers, scales, masks, quads, ropes, slabs_q, slabs_p};
         scoring.run(schedule, rank, scale, sinks, lse, partial_lse);
     } else {
         warpgroup_reg_alloc<Shape::kValueRegisters>();

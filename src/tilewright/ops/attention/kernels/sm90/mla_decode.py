@@ -18,7 +18,7 @@ from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.compilers.kernel_args import F32, I32, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
-from tilewright.jit.tensor_map import tensor_map
+from tilewright.jit.tensor_map import VECTOR, plain_strides, tensor_map
 from tilewright.ops.attention.layout import addressable
 from tilewright.ops.attention.mla_decode import FORWARD
 from tilewright.ops.attention.mla_decode.args import MlaDecodeArgs, MlaDecodeBucket
@@ -26,21 +26,21 @@ from tilewright.ops.attention.mla_decode.args import MlaDecodeArgs, MlaDecodeBuc
 _ROWS, _COLUMNS, _SWIZZLE = 64, 64, 128  # of a slab, as in mla_decode_parts/shape.cuh
 _D, _D_V, _P_STAGES, _THREADS = 576, 512, 2, 512
 _SLAB_BYTES = _ROWS * _SWIZZLE
+_GATHER_ROPES, _GATHER_Q_REGISTERS = 1, 4  # the warpgroup that gathers needs registers that hold q, which needs a slab
 _COMBINE_THREADS = 512
 _COMBINE_BLOCKS = 512  # about as many as run at once
 
 
 class Config(NamedTuple):
-    """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q in
-    registers, of nine.   late_left, late_right: steps of P V of four that wait for the scores of the next key tile,
-    all but `tail` steps of them.   prefetch: key tiles fetched ahead into the L2.   least: key tiles of a share, if a row tile may be cut; cost: key
-    tiles that cutting costs.   pair: two blocks with 64 rows each share their keys, where a sequence has 128.
+    """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q, of
+    nine, in registers.   late_left, late_right: steps of P V, of four, that wait for all but the last `tail` steps of
+    the next scores.   prefetch: key tiles fetched ahead into the L2.   least: key tiles of a share, where row tiles may
+    be cut; cost: key tiles that cutting costs.   pair: two blocks share their keys, where both have rows.
     """
 
     quads: int = 5
     ropes: int = 2
     q_registers: int = 6
-    scoring_registers: int = 168
     tail: int = 8
     late_left: int = 0
     late_right: int = 4
@@ -55,24 +55,27 @@ class Params(NamedTuple):
     kQuads: int
     kRopes: int
     kQRegisters: int
-    kScoringRegisters: int
     kTail: int
     kLateLeft: int
     kLateRight: int
     kPrefetch: int
     kBoxRows: int
+    kPacked: bool
+    kSparse: bool
     Element: torch.dtype
 
 
 class Args(NamedTuple):
     map_q: Map
     map_kv: Map
+    cache: Pointer
     o: Pointer
     lse: Pointer
     partial_o: Pointer
     partial_lse: Pointer
     lengths: Pointer
     block_table: Pointer
+    indices: Pointer
     sinks: Pointer
     batches: I32
     tiles: I32
@@ -80,9 +83,12 @@ class Args(NamedTuple):
     heads: I32
     s_q: I32
     capacity: I32
+    each: I32
     table_stride: I32
     page_size: I32
     pages: I32
+    page_units: I32
+    row_units: I32
     causal: bool
     clusters: I32
     least: I32
@@ -108,6 +114,7 @@ class CombineArgs(NamedTuple):
     heads: I32
     s_q: I32
     capacity: I32
+    each: I32
     causal: bool
     clusters: I32
     least: I32
@@ -123,33 +130,45 @@ COMBINE = CudaKernel(
 )
 
 
-def shared_bytes(config: Config) -> int:
+def shared_bytes(values: Params) -> int:
     """Shared memory of the rings, of q and of P."""
-    slabs = 4 * config.quads + config.ropes + 9 - config.q_registers + _P_STAGES
+    slabs = 4 * values.kQuads + values.kRopes + 9 - values.kQRegisters + _P_STAGES
     return slabs * _SLAB_BYTES
 
 
 def params(args: MlaDecodeArgs, config: Config) -> Params:
-    rows = args.q.shape[1] * args.q.shape[2]
-    box_rows = _ROWS if args.block_table is None else gcd(args.kv_cache.shape[1], _ROWS)
+    """What the kernel is compiled for."""
+    gathers = gathered(args)
+    whole = args.block_table is None or gathers
     return Params(
-        kCluster=cluster_of(rows, config),
+        kCluster=cluster_of(args, config),
         kQuads=config.quads,
-        kRopes=config.ropes,
-        kQRegisters=config.q_registers,
-        kScoringRegisters=config.scoring_registers,
+        kRopes=_GATHER_ROPES if gathers else config.ropes,
+        kQRegisters=_GATHER_Q_REGISTERS if gathers else config.q_registers,
         kTail=config.tail,
         kLateLeft=config.late_left,
         kLateRight=config.late_right,
-        kPrefetch=config.prefetch,
-        kBoxRows=box_rows,
+        kPrefetch=0 if gathers else config.prefetch,
+        kBoxRows=_ROWS if whole else gcd(args.kv_cache.shape[1], _ROWS),
+        kPacked=args.is_packed,
+        kSparse=args.indices is not None,
         Element=args.q.dtype,
     )
 
 
-def cluster_of(rows: int, config: Config) -> int:
-    """Blocks that share keys: two, where both have rows."""
-    return 2 if config.pair and -(-rows // _ROWS) % 2 == 0 else 1
+def gathered(args: MlaDecodeArgs) -> bool:
+    """Are keys fetched row by row, by a warpgroup and not by the TMA?"""
+    return args.is_packed or args.indices is not None
+
+
+def rows_of(args: MlaDecodeArgs) -> int:
+    """Query rows that share their keys."""
+    return args.q.shape[2] * (1 if args.indices is not None else args.q.shape[1])
+
+
+def cluster_of(args: MlaDecodeArgs, config: Config) -> int:
+    """Blocks that share the copies of keys: two, where both have rows."""
+    return 2 if config.pair and not gathered(args) and -(-rows_of(args) // _ROWS) % 2 == 0 else 1
 
 
 def why_not(args: MlaDecodeArgs) -> str | None:
@@ -158,10 +177,8 @@ def why_not(args: MlaDecodeArgs) -> str | None:
     arch = device_info(q.device).arch
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
-    if args.indices is not None:
-        return "has no sparse form"
-    if q.dtype not in (torch.bfloat16, torch.float16) or cache.dtype != q.dtype:
-        return f"multiplies bf16 or fp16, got q {q.dtype} and kv_cache {cache.dtype}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies bf16 or fp16, got {q.dtype}"
     if (q.shape[3], args.d_v) != (_D, _D_V):
         return f"has D = {_D} and d_v = {_D_V}, got D = {q.shape[3]}, d_v = {args.d_v}"
     if not (q.numel() and cache.numel() and args.capacity):
@@ -170,9 +187,17 @@ def why_not(args: MlaDecodeArgs) -> str | None:
         return f"takes a positive scale, got {args.scale}"
     if not (addressable(q) and addressable(cache)):
         return "needs addresses and strides of q and kv_cache that are multiples of 16 bytes"
-    if q.shape[1] > 1 and q.stride(1) != q.shape[2] * q.stride(2):
+    if gathered(args) and _bytes_spanned(cache) >> 36:
+        return "reaches 64 GiB of single rows"
+    if q.shape[1] > 1 and args.indices is not None and q.stride(0) != q.shape[1] * q.stride(1):
+        return "needs sequences of q that follow their tokens at one stride"
+    if q.shape[1] > 1 and args.indices is None and q.stride(1) != q.shape[2] * q.stride(2):
         return "needs tokens of q that follow their heads at one stride"
     return None
+
+
+def _bytes_spanned(t: Tensor) -> int:
+    return sum((n - 1) * stride for n, stride in zip(t.shape, plain_strides(t), strict=True)) * t.itemsize
 
 
 _SHARED = (Config(), Config(prefetch=4), Config(late_left=2), Config(q_registers=5))
@@ -195,10 +220,9 @@ def candidates(bucket: MlaDecodeBucket, dtype: torch.dtype) -> tuple[Config, ...
 def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> None:
     """Write o (B, S_q, H, 512) and lse (B, S_q, H)."""
     (o, lse), q, cache, table = outs, args.q, args.kv_cache, args.block_table
-    batch, s_q, heads, _ = q.shape
-    rows = s_q * heads
-    values = params(args, config)
-    cluster = values.kCluster
+    (batch, tokens, heads, _), rows, values = q.shape, rows_of(args), params(args, config)
+    each = tokens if args.indices is not None else 1
+    batch, cluster = batch * each, values.kCluster
     tiles = -(-rows // (_ROWS * cluster))
     clusters = max(usable_sms(q.device) // cluster, 1)
     least = 0 if args.batch_invariant or args.capacity <= config.least * _ROWS else config.least
@@ -208,38 +232,43 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
     partial_o = scratch((slots, _D_V), torch.float32, q.device)
     partial_lse = scratch((slots,), torch.float32, q.device)
     division = (clusters, least, config.cost)
-    sizes = (batch, tiles, rows, heads, s_q, args.capacity)
+    sizes = (batch, tiles, rows, heads, rows // heads, args.capacity, each)
+    map_q = tensor_map(q.flatten(0, 1) if each > 1 else q.flatten(1, 2), (1, _ROWS, _COLUMNS), swizzle=_SWIZZLE)
+    box = (1, values.kBoxRows, _COLUMNS)
     KERNEL(
         (clusters * cluster,),
         Args(
-            tensor_map(q.flatten(1, 2), (1, _ROWS, _COLUMNS), swizzle=_SWIZZLE),
-            tensor_map(cache, (1, values.kBoxRows, _COLUMNS), swizzle=_SWIZZLE),
+            map_q,
+            map_q if gathered(args) else tensor_map(cache, box, swizzle=_SWIZZLE),
+            cache,
             o,
             lse,
             partial_o,
             partial_lse,
             args.lengths,
             table,
+            args.indices,
             args.sinks,
             *sizes,
             0 if table is None else table.stride(0),
             cache.shape[1],
             cache.shape[0],
+            *(stride * cache.itemsize // VECTOR for stride in plain_strides(cache)[:2]),
             args.causal,
             *division,
             args.scale,
         ),
         values,
         block=_THREADS,
-        shared_bytes=shared_bytes(config),
+        shared_bytes=shared_bytes(values),
         cluster=(cluster, 1, 1) if cluster > 1 else None,
     )
     if not least:
         return
-    cut = min(batch * tiles, clusters - 1)
-    rows_each = max(1, min(rows, cluster * _ROWS) * cut // _COMBINE_BLOCKS)
+    cut, cut_rows = min(batch * tiles, clusters - 1), min(rows, cluster * _ROWS)
+    rows_each = max(1, cut_rows * cut // _COMBINE_BLOCKS)
     COMBINE(
-        (cut, -(-min(rows, cluster * _ROWS) // rows_each)),
+        (cut, -(-cut_rows // rows_each)),
         CombineArgs(
             partial_o,
             partial_lse,

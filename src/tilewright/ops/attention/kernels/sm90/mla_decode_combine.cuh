@@ -52,13 +52,13 @@ constexpr int kMostParts = 160;  // shares: at most one for each multiprocessor
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads) sm90_mla_decode_combine(
     const float* partial_o, const float* partial_lse, typename Config::Element* o, float* lse, const int* lengths,
-    const float* sinks, int batches, int tiles, int rows, int heads, int s_q, int capacity, bool causal, int clusters,
+    const float* sinks, int batches, int tiles, int rows, int heads, int s_q, int capacity, int each, bool causal, int clusters,
     int least, int cost, int cluster_size, int rows_each) {
     using Element = typename Config::Element;
     constexpr int kGroups = Config::kThreads / 128, kDv = 512;
     __shared__ float weights[kMostParts];
     __shared__ float4 sums[kGroups][128];
-    const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, causal, clusters, least, cost};
+    const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, each, causal, clusters, least, cost};
     const int share = DecodePlan(problem).share;
     const SplitTile split(problem, share, int(blockIdx.x));
     griddepcontrol_wait();

@@ -106,7 +106,7 @@ template <typename Config> struct CopyWarp {
         const auto slab = [&](u8* to, Barrier& full, u32 s) {
             if (lane == 0) tma_load(to, map_q, full, int(s) * 64, first_row, segment.batch, CacheHint::EvictFirst);
         };
-        for (u32 half = 0; half < 2; ++half) {
+        for (u32 half = 0; half < Shape::kQQuads; ++half) {
             const u32 count = half == 0 ? 4 : kRest;
             Barrier& full = barriers.quad_full[quad.stage];
             acquire(full, barriers.quad_empty[quad.stage], quad.parity, count * kSlabBytes);
@@ -128,11 +128,11 @@ template <typename Config> struct CopyWarp {
                     prefetch(n + kAhead);
                 }
                 find(segment.batch, segment.length, n * 64);
+                load_quad(0), load_quad(4);
                 Barrier& full = barriers.rope_full[rope.stage];
                 acquire(full, barriers.rope_empty[rope.stage], rope.parity, kSlabBytes);
                 if (kCluster == 1 || u32(n) % kCluster == rank) load<1>(ropes + rope.stage * kSlabBytes, full, 8);
                 rope.advance();
-                load_quad(0), load_quad(4);
             }
         }
     }

@@ -11,15 +11,16 @@
 namespace tilewright {
 
 struct DecodeProblem {
-    const int* lengths;
+    const int* lengths;  // of sequences; nullptr: all have the capacity
     int batches, tiles;  // row tiles of a sequence
     int rows;            // query rows of a sequence: s_q * heads
     int heads, s_q, capacity;
+    int each;            // entries of `batches` that share a length: the tokens of a sequence, if each has its own keys
     bool causal;
     int clusters;        // that share the work
     int least, cost;     // units of a share at least; units that splitting costs.  least = 0: whole row tiles always
 
-    __device__ int length(int b) const { return min(max(lengths[b], 0), capacity); }
+    __device__ int length(int b) const { return lengths == nullptr ? capacity : min(max(lengths[b / each], 0), capacity); }
     // A sequence of length 0 has one key tile, of which it sees nothing.
     __device__ int key_tiles(int b) const { return max((length(b) + 63) / 64, 1); }
 };

@@ -40,37 +40,38 @@ template <typename Config> struct ScoringWarpgroup {
 
     DecodeBarriers<Config>& barriers;
     RowScales<Config>& scales;
+    const KeyMasks<Config>& masks;
     u8 *quads, *ropes, *slabs_q, *slabs_p;
     Ring<Shape::kQuads> quad;
     Ring<Shape::kRopes> rope;
     Ring<Shape::kPStages> p;
 
-    // S of one key tile, the rotated part first: its slab is the first that is copied.
+    // S of one key tile: 16 steps for each quad, then four for the rotated part.
     __device__ void multiply(float (&s)[kScores], const u32* q, u64 desc_q, u64 desc_quads, u64 desc_ropes) {
-        barriers.rope_full[rope.stage].wait(rope.parity);
-        wgmma_fence();
-        const u64 k_pe = wgmma_advance(desc_ropes, rope.stage * kSlabBytes);
+        u64 k_slabs = 0;
 #pragma unroll
-        for (u32 k = 0; k < 4; ++k) {
-            wgmma<64, Element>(s, wgmma_advance(desc_q, (Shape::kQSlabs - 1) * kSlabBytes + k * kWgmmaKBytes),
-                               wgmma_advance(k_pe, k * kWgmmaKBytes), k > 0);
-        }
+        for (u32 i = 0; i < kScores; ++i) s[i] = 0;
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            barriers.quad_full[quad.stage].wait(quad.parity);
-            const u64 k_half = wgmma_advance(desc_quads, quad.stage * kQuadBytes);
-#pragma unroll
-            for (u32 i = 0; i < 16; ++i) {
-                if (half == 1 && i + kTail == 16) wgmma_commit();
-                const u32 slab = 4 * half + i / 4, offset = i % 4 * kWgmmaKBytes;
-                const u64 k = wgmma_advance(k_half, i / 4 * kSlabBytes + offset);
-                if (slab < Shape::kQRegisters) {
-                    wgmma_rs<64, Element>(s, q + 16 * slab + 4 * (i % 4), k);
+        for (u32 i = 0; i < 36; ++i) {
+            const u32 slab = i / 4, offset = i % 4 * kWgmmaKBytes;
+            if (i % 16 == 0) {
+                if (i < 32) {
+                    barriers.quad_full[quad.stage].wait(quad.parity);
+                    k_slabs = wgmma_advance(desc_quads, quad.stage * kQuadBytes);
+                    quad.advance();
                 } else {
-                    wgmma<64, Element>(s, wgmma_advance(desc_q, (slab - Shape::kQRegisters) * kSlabBytes + offset), k, true);
+                    barriers.rope_full[rope.stage].wait(rope.parity);
+                    k_slabs = wgmma_advance(desc_ropes, rope.stage * kSlabBytes);
                 }
+                if (i == 0) wgmma_fence();
             }
-            quad.advance();
+            if (i + kTail == 36) wgmma_commit();
+            const u64 k = wgmma_advance(k_slabs, slab % 4 * kSlabBytes + offset);
+            if (slab < Shape::kQRegisters) {
+                wgmma_rs<64, Element>(s, q + 4 * i, k);
+            } else {
+                wgmma<64, Element>(s, wgmma_advance(desc_q, (slab - Shape::kQRegisters) * kSlabBytes + offset), k, true);
+            }
         }
         wgmma_commit();
     }
@@ -80,6 +81,20 @@ template <typename Config> struct ScoringWarpgroup {
         __syncwarp();
         if (lane_index() == 0) barriers.p_full[p.stage].arrive();
         p.advance();
+    }
+
+    // -infinity where no index names a key.
+    __device__ void hide_unseen(float (&s)[kScores], u32 stage) const {
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) {
+            const u32 seen = masks.seen[stage][j] >> fragment_column();
+            if (masks.seen[stage][j] == 0xffff) continue;
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i) {
+                s[8 * j + i] = seen >> (i / 4 * 8 + i % 2) & 1 ? s[8 * j + i] : -infinity();
+            }
+        }
+        __syncwarp();
     }
 
     __device__ void write_factors(const float (&factor)[2]) {
@@ -99,7 +114,7 @@ template <typename Config> struct ScoringWarpgroup {
             // q: the left quad and a part of the right one to registers
             u32 q[16 * Shape::kQRegisters];
 #pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
+            for (u32 half = 0; half < Shape::kQQuads; ++half) {
                 barriers.quad_full[quad.stage].wait(quad.parity);
 #pragma unroll
                 for (u32 s = 4 * half; s < (half == 0 ? 4 : Shape::kQRegisters); ++s) {
@@ -131,6 +146,7 @@ template <typename Config> struct ScoringWarpgroup {
                 wgmma_wait<(kTail > 0)>();
                 if (lane_index() == 0) barriers.s_done[p.stage].arrive();
                 wgmma_wait<0>(s);
+                if constexpr (Config::kSparse) hide_unseen(s, rope_stage);
                 release_stage<Shape::kCluster>(barriers.rope_empty[rope_stage]);
                 rope.advance();
                 if (n + 1 == segment.end && lane_index() == 0) barriers.q_empty.arrive();

@@ -22,17 +22,19 @@ template <typename Config> struct DecodeShape {
     static constexpr u32 kPStages = 2;
     // Slabs of q in registers of the scoring warpgroup; the others stay in shared memory, the rotated part last
     static constexpr u32 kQRegisters = Config::kQRegisters, kQSlabs = 9 - kQRegisters;
+    static constexpr u32 kQQuads = kQRegisters > 4 ? 2 : 1;  // of the ring, through which they come
     static constexpr u32 kBoxRows = Config::kBoxRows, kBoxes = kN / kBoxRows;  // boxes of a slab: a page each, or a part
     static constexpr u32 kShared = kQuads * kQuadBytes + (kRopes + kQSlabs + kPStages) * kSlabBytes;
     static_assert(sizeof(Element) == 2, "bfloat16 or float16");
     static_assert(kCluster == 1 || kCluster == 2, "a slab is loaded by one of two blocks");
-    static_assert(kQRegisters > 4 && kQRegisters < 8, "the left quad of q and a part of the right one");
+    static constexpr bool kGather = Config::kPacked || Config::kSparse;  // each row of keys has an address (gather.cuh)
+    static_assert(!kGather || kCluster == 1, "blocks that gather do so alone");
+    static_assert(kQRegisters >= 4 && kQRegisters < 8, "the left quad of q, and a part of the right one");
     static_assert(kQuads >= 5, "two key tiles are in use, and one quad is being loaded");
     static_assert(kN % kBoxRows == 0, "a box lies in one page");
     // Registers of each thread: 512 in all for the four warpgroups
-    static constexpr u32 kScoringRegisters = Config::kScoringRegisters, kCopyingRegisters = 24;
-    static constexpr u32 kValueRegisters = (512 - kScoringRegisters - kCopyingRegisters) / 2;
-    static_assert(kValueRegisters % 8 == 0, "setmaxnreg takes multiples of 8");
+    static constexpr u32 kScoringRegisters = kGather ? 120 : 168, kValueRegisters = 160;
+    static constexpr u32 kCopyingRegisters = 512 - kScoringRegisters - 2 * kValueRegisters;
 };
 
 template <typename Config> struct DecodeBarriers {
@@ -43,8 +45,9 @@ template <typename Config> struct DecodeBarriers {
     Barrier p_full[Shape::kPStages], p_empty[Shape::kPStages], s_done[Shape::kPStages];
 
     __device__ void init() {
-        for (u32 i = 0; i < Shape::kQuads; ++i) quad_full[i].init(1), quad_empty[i].init(4 * Shape::kCluster);
-        for (u32 i = 0; i < Shape::kRopes; ++i) rope_full[i].init(1), rope_empty[i].init(4 * Shape::kCluster);
+        constexpr u32 kWriters = Shape::kGather ? 4 : 1;
+        for (u32 i = 0; i < Shape::kQuads; ++i) quad_full[i].init(kWriters), quad_empty[i].init(4 * Shape::kCluster);
+        for (u32 i = 0; i < Shape::kRopes; ++i) rope_full[i].init(kWriters), rope_empty[i].init(4 * Shape::kCluster);
         q_full.init(1), q_empty.init(4);
         for (u32 i = 0; i < Shape::kPStages; ++i) p_full[i].init(4), p_empty[i].init(8), s_done[i].init(4);
     }
@@ -55,6 +58,11 @@ template <typename Config> struct DecodeBarriers {
 template <typename Config> struct RowScales {
     float factor[DecodeShape<Config>::kPStages][64];
     u32 needed[DecodeShape<Config>::kPStages][4];  // by warp
+};
+
+// Which of the 16 rows of each copying warp hold a key that is seen.
+template <typename Config> struct KeyMasks {
+    u32 seen[DecodeShape<Config>::kRopes][4];
 };
 
 // Releases a stage that this warp has read, in all blocks of the cluster whose copies write it.

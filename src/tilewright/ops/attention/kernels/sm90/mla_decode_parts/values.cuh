@@ -24,8 +24,6 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
     Ring<Shape::kQuads> quad;
     Ring<Shape::kPStages> p;
 
-    __device__ void skip_quad() { quad.advance(); }
-
     // P's weights of keys behind the length are zeros, but what such a slot holds may be NaN.
     __device__ void clear_rows(u8* v, u32 first) {
         const u32 thread = threadIdx.x % 128;
@@ -57,16 +55,16 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
         const u64 desc_p = wgmma_descriptor<kRowBytes>(slabs_p);
         const u64 desc_v = wgmma_descriptor<kRowBytes>(quads, 8 * kRowBytes, kSlabBytes);
         for (DecodeSegment segment; schedule.next(segment);) {
-            skip_quad(), skip_quad();  // q's
+            for (u32 i = 0; i < Shape::kQQuads; ++i) quad.advance();  // q's
             float acc[kParts][kAcc / kParts];
             for (int n = segment.begin; n < segment.end; ++n) {
-                if (kHalf == 1) skip_quad();
+                if (kHalf == 1) quad.advance();
                 Ring<Shape::kPStages> next = p;
                 next.advance();
                 barriers.p_full[p.stage].wait(p.parity);
                 if (n > segment.begin && scales.needed[p.stage][warp_index() % 4] != 0) rescale(acc);
                 const int rest = segment.length - n * 64;
-                if (rest < 64) clear_rows(quads + quad.stage * kQuadBytes, u32(max(rest, 0)));
+                if (!Shape::kGather && rest < 64) clear_rows(quads + quad.stage * kQuadBytes, u32(max(rest, 0)));
                 const u64 desc_ps = wgmma_advance(desc_p, p.stage * kSlabBytes);
                 const u64 desc_vs = wgmma_advance(desc_v, quad.stage * kQuadBytes);
                 const auto step = [&](u32 k) {
@@ -89,7 +87,7 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                 for (u32 i = 0; i < kParts; ++i) wgmma_wait<0>(acc[i]);
                 release_stage<Shape::kCluster>(barriers.quad_empty[quad.stage]);
                 quad.advance();
-                if (kHalf == 0) skip_quad();
+                if (kHalf == 0) quad.advance();
                 release_p();
                 p = next;
             }
