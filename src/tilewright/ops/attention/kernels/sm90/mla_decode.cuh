@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_dec
     __shared__ DecodeBarriers<Config> barriers;
     __shared__ RowScales<Config> scales;
     __shared__ KeyMasks<Config> masks;
+    __shared__ DecodePlace places[Shape::kThreads / 32];
 
     const u32 role = warp_index() / 4, rank = Shape::kCluster == 1 ? 0 : cluster_rank();
     if (threadIdx.x == 0) {
@@ -59,24 +60,24 @@ __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_dec
     if (role == kCopying) {
         warpgroup_reg_dealloc<Shape::kCopyingRegisters>();
         if constexpr (Shape::kGather) {
-            DecodeSchedule schedule(problem, cluster);
+            DecodeSchedule schedule(problem, places[warp_index()], cluster);
             const GatherCache gathered{cache, block_table, indices, table_stride, page_size, pages, page_units, row_units};
             GatherWarpgroup<Config> copies{map_q, gathered, barriers, masks, quads, ropes, slabs_q, warp_index() % 4, lane_index()};
             copies.run(schedule);
         } else if (warp_index() % 4 == 0) {
-            DecodeSchedule schedule(problem, cluster);
+            DecodeSchedule schedule(problem, places[warp_index()], cluster);
             const DecodeCache cache{block_table, table_stride, page_size, pages};
             CopyWarp<Config> copies{map_q, map_kv, cache, barriers, quads, ropes, slabs_q, lane_index(), rank};
             copies.run(schedule);
         }
     } else if (role == kScoring) {
         warpgroup_reg_alloc<Shape::kScoringRegisters>();
-        DecodeSchedule schedule(problem, cluster);
+        DecodeSchedule schedule(problem, places[warp_index()], cluster);
         ScoringWarpgroup<Config> scoring{barriers, scales, masks, quads, ropes, slabs_q, slabs_p};
         scoring.run(schedule, rank, scale, sinks, lse, partial_lse);
     } else {
         warpgroup_reg_alloc<Shape::kValueRegisters>();
-        DecodeSchedule schedule(problem, cluster);
+        DecodeSchedule schedule(problem, places[warp_index()], cluster);
         if (role == kLeft) {
             ValueWarpgroup<Config, 0> values{barriers, scales, quads, slabs_p};
             values.run(schedule, rank, o, partial_o);

@@ -120,7 +120,8 @@ template <typename Config> struct CopyWarp {
     __device__ void run(DecodeSchedule& schedule) {
         constexpr int kAhead = Config::kPrefetch;
         u32 parity = 0;
-        for (DecodeSegment segment; schedule.next(segment); parity ^= 1) {
+        for (; schedule.next(); parity ^= 1) {
+            const DecodeSegment segment = schedule.segment();
             load_q(segment, parity);
             for (int n = segment.begin; n < segment.end; ++n) {
                 if (kAhead > 0 && n + kAhead < segment.end) {

@@ -5,8 +5,6 @@
 // step is stored, the loads of the next one are issued.  A row that holds no token, or that an index does not name, is zeros.
 #pragma once
 
-#include <tilewright/swizzle.cuh>
-
 #include "schedule.cuh"
 #include "shape.cuh"
 
@@ -18,6 +16,10 @@ __device__ inline uint4 load_stream(const u8* from) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(from));
     return v;
+}
+
+__device__ inline void store_shared(u32 address, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Four e4m3 in a word, scaled in float and rounded once.
@@ -97,10 +99,9 @@ template <typename Config> struct GatherWarpgroup {
         return *reinterpret_cast<const float*>(cache.cache + u64(place) * 16 + kScalesAt + 4 * (2 * step + lane % 2));
     }
 
-    __device__ static void store(u8* slab, u32 row, u32 byte, const uint4& v) {
-        *reinterpret_cast<uint4*>(slab + swizzle<kRowBytes>(row * kRowBytes + byte)) = v;
-    }
-    __device__ void store_rope(u8* slab, u32 i) const {
+    // Row r of a slab has its 16-byte chunks permuted by r % 8.  The rows of one lane differ by multiples of two (four in a
+    // rotated part): the permutation of row i is that of row 0 and a constant.
+    __device__ void store_rope(u32 slab, u32 i) const {
         uint4 v = raw[i];
         if constexpr (kPacked && !Same<Element, bfloat16>::value) {  // stored as bf16
             u32* const words = &v.x;
@@ -109,22 +110,24 @@ template <typename Config> struct GatherWarpgroup {
                 words[k] = pack<Element>(to_float(bfloat16{u16(words[k])}), to_float(bfloat16{u16(words[k] >> 16)}));
             }
         }
-        store(slab, 16 * warp + 4 * i + lane / 8, lane % 8 * 16, v);
+        const u32 row = lane / 8, chunk = lane % 8 * 16 ^ row * 16;
+        store_shared(slab + (16 * warp + row) * kRowBytes + 4 * i * kRowBytes + (chunk ^ i % 2 * 64), v);
     }
-    __device__ void store_step(u8* to, u32 step, u32 i) const {
-        const u32 row = 16 * warp + 2 * i + lane / 16, chunk = lane % 16;
+    // to: a quad.   place: of this lane's first chunk in it, in row 0
+    __device__ void store_step(u32 to, u32 place, u32 chunk, u32 step, u32 i) const {
+        const u32 at = to + place + 2 * i * kRowBytes, row_chunk = chunk ^ i % 4 * 32;
         if constexpr (kPacked) {
-            const float s = __shfl_sync(~0u, scale, int((2 * i + lane / 16) * 2 + chunk / 8));
+            const u32 columns = lane % 16;
+            const float s = __shfl_sync(~0u, scale, int((2 * i + lane / 16) * 2 + columns / 8));
             const uint2 a = widen<Element>(raw[i].x, s), b = widen<Element>(raw[i].y, s);
             const uint2 c = widen<Element>(raw[i].z, s), d = widen<Element>(raw[i].w, s);
             const uint4 low = make_uint4(a.x, a.y, b.x, b.y), high = make_uint4(c.x, c.y, d.x, d.y);
             // Neighbouring slabs in opposite order, so that eight lanes reach all banks
-            const bool turned = chunk / 4 % 2 != 0;
-            u8* const slab = to + chunk / 4 * kSlabBytes;
-            store(slab, row, chunk % 4 * 32 + (turned ? 16 : 0), turned ? high : low);
-            store(slab, row, chunk % 4 * 32 + (turned ? 0 : 16), turned ? low : high);
+            const u32 turned = columns / 4 % 2 * 16;
+            store_shared(at + (row_chunk ^ turned), turned != 0 ? high : low);
+            store_shared(at + (row_chunk ^ turned ^ 16), turned != 0 ? low : high);
         } else {
-            store(to + (step % kQuadSteps * 2 + chunk / 8) * kSlabBytes, row, chunk % 8 * 16, raw[i]);
+            store_shared(at + step % kQuadSteps * 2 * kSlabBytes + row_chunk, raw[i]);
         }
     }
 
@@ -151,8 +154,11 @@ template <typename Config> struct GatherWarpgroup {
     }
 
     __device__ void run(DecodeSchedule& schedule) {
-        u32 parity = 0;
-        for (DecodeSegment segment; schedule.next(segment); parity ^= 1) {
+        const u32 columns = lane % 16, slab_chunks = kPacked ? 4 : 8, high = lane / 16;
+        const u32 place = columns / slab_chunks * kSlabBytes + (16 * warp + high) * kRowBytes;
+        u32 chunk = columns % slab_chunks * (kPacked ? 32 : 16) ^ high * 16, parity = 0;
+        for (; schedule.next(); parity ^= 1) {
+            const DecodeSegment segment = schedule.segment();
             load_q(segment, parity);
             u32 offset = find(schedule.problem, segment.batch, segment.length, segment.begin * 64);
             float next_scale = load_scale(offset, 0);
@@ -162,16 +168,18 @@ template <typename Config> struct GatherWarpgroup {
                 const int later = n + 1 < segment.end ? segment.length : 0;
                 const u32 next = find(schedule.problem, segment.batch, later, (n + 1) * 64);
 
+                asm volatile("" : "+r"(chunk));  // what follows from it is not kept in registers from tile to tile
+
                 // The steps of both quads; meanwhile the next step is loaded, after the last one the rotated part
 #pragma unroll
                 for (u32 step = 0; step < kSteps; ++step) {
                     scale = next_scale;
                     if (step % kQuadSteps == 0) barriers.quad_empty[quad.stage].wait(quad.parity ^ 1);
                     next_scale = step + 1 < kSteps ? load_scale(offset, step + 1) : load_scale(next, 0);
-                    u8* const to = quads + quad.stage * kQuadBytes;
+                    const u32 to = shared_address(quads) + quad.stage * kQuadBytes;
 #pragma unroll
                     for (u32 i = 0; i < 8; ++i) {
-                        store_step(to, step, i);
+                        store_step(to, place, chunk, step, i);
                         if (step + 1 < kSteps) {
                             load_step(offset, step + 1, i);
                         } else if (i < 4) {
@@ -185,7 +193,7 @@ template <typename Config> struct GatherWarpgroup {
                 }
 
                 // The rotated part; meanwhile the next key tile's first step is loaded
-                u8* const slab = ropes + rope.stage * kSlabBytes;
+                const u32 slab = shared_address(ropes) + rope.stage * kSlabBytes;
                 barriers.rope_empty[rope.stage].wait(rope.parity ^ 1);
                 if constexpr (kSparse) {
                     const u32 seen = __ballot_sync(~0u, offset != kNone) & 0xffff;

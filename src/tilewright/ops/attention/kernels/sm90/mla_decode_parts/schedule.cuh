@@ -82,41 +82,64 @@ struct DecodeSegment {
     int slot;  // of the partial result; -1: the row tile is whole
 };
 
-struct DecodeSchedule {
-    DecodeProblem problem;
-    int cluster, share;
-    int batch, tile, unit, first, end;  // of the next segment: its place, its unit, its row tile's first unit, the share's end
+// A warp's place in the work, in shared memory: it is needed once in many key tiles, and registers are scarce.
+struct DecodePlace {
+    int share, batch, tile, unit, first, end;  // of the next segment: its unit, its row tile's first unit, the share's end
+    DecodeSegment segment;
+};
 
-    __device__ DecodeSchedule(const DecodeProblem& problem, int cluster) : problem(problem), cluster(cluster) {
-        share = DecodePlan(problem).share;
-        if (share > 0) {
-            const UnitPlace place(problem, cluster * share);
-            batch = place.batch, tile = place.tile, unit = cluster * share, first = place.first, end = unit + share;
+// All lanes of a warp call its functions together.
+struct DecodeSchedule {
+    const DecodeProblem& problem;
+    DecodePlace& place;
+    int cluster;
+
+    __device__ DecodeSchedule(const DecodeProblem& problem, DecodePlace& place, int cluster)
+        : problem(problem), place(place), cluster(cluster) {
+        DecodePlace start;
+        start.share = DecodePlan(problem).share;
+        if (start.share > 0) {
+            const UnitPlace at(problem, cluster * start.share);
+            start.batch = at.batch, start.tile = at.tile, start.first = at.first;
+            start.unit = cluster * start.share, start.end = start.unit + start.share;
         } else {
-            batch = cluster / problem.tiles, tile = cluster % problem.tiles, unit = first = end = 0;
+            start.batch = cluster / problem.tiles, start.tile = cluster % problem.tiles;
+            start.unit = start.first = start.end = 0;
         }
+        keep(start);
     }
 
+    __device__ void keep(const DecodePlace& next) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) place = next;
+        __syncwarp();
+    }
+
+    __device__ const DecodeSegment& segment() const { return place.segment; }
+
     // Takes the next segment; false if there is none.
-    __device__ bool next(DecodeSegment& segment) {
-        if (batch >= problem.batches || (share > 0 && unit >= end)) return false;
-        segment.batch = batch, segment.tile = tile;
-        segment.length = problem.length(batch);
+    __device__ bool next() {
+        DecodePlace at = place;
+        if (at.batch >= problem.batches || (at.share > 0 && at.unit >= at.end)) return false;
+        DecodeSegment& segment = at.segment;
+        segment.batch = at.batch, segment.tile = at.tile;
+        segment.length = problem.length(at.batch);
         const int n = max((segment.length + 63) / 64, 1);
-        if (share > 0) {
-            segment.begin = unit - first, segment.end = min(n, end - first);
+        if (at.share > 0) {
+            segment.begin = at.unit - at.first, segment.end = min(n, at.end - at.first);
             const bool whole = segment.begin == 0 && segment.end == n;
-            segment.slot = whole ? -1 : 2 * cluster + (unit == cluster * share ? 0 : 1);
-            unit = first + segment.end;
+            segment.slot = whole ? -1 : 2 * cluster + (at.unit == cluster * at.share ? 0 : 1);
+            at.unit = at.first + segment.end;
             if (segment.end == n) {
-                first += n;
-                if (++tile == problem.tiles) tile = 0, ++batch;
+                at.first += n;
+                if (++at.tile == problem.tiles) at.tile = 0, ++at.batch;
             }
         } else {
             segment.begin = 0, segment.end = n, segment.slot = -1;
-            tile += problem.clusters;
-            batch += tile / problem.tiles, tile %= problem.tiles;
+            at.tile += problem.clusters;
+            at.batch += at.tile / problem.tiles, at.tile %= problem.tiles;
         }
+        keep(at);
         return true;
     }
 };

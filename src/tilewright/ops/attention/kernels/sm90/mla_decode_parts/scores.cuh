@@ -110,7 +110,9 @@ template <typename Config> struct ScoringWarpgroup {
         const u64 desc_ropes = wgmma_descriptor<kRowBytes>(ropes);
         const float c = scale * kLog2E, slack = kSlack / c;
         u32 q_parity = 0;
-        for (DecodeSegment segment; schedule.next(segment); q_parity ^= 1) {
+        for (; schedule.next(); q_parity ^= 1) {
+            const DecodeSegment& segment = schedule.segment();
+            const int last = segment.end - 1;
             // q: the left quad and a part of the right one to registers
             u32 q[16 * Shape::kQRegisters];
 #pragma unroll
@@ -140,7 +142,7 @@ template <typename Config> struct ScoringWarpgroup {
             OnlineSoftmax<kScores> softmax;
             softmax.reset();
             float s[kScores];
-            for (int n = segment.begin; n < segment.end; ++n) {
+            for (int n = segment.begin; n <= last; ++n) {
                 const u32 rope_stage = rope.stage;
                 multiply(s, q, desc_q, desc_quads, desc_ropes);
                 wgmma_wait<(kTail > 0)>();
@@ -149,7 +151,7 @@ template <typename Config> struct ScoringWarpgroup {
                 if constexpr (Config::kSparse) hide_unseen(s, rope_stage);
                 release_stage<Shape::kCluster>(barriers.rope_empty[rope_stage]);
                 rope.advance();
-                if (n + 1 == segment.end && lane_index() == 0) barriers.q_empty.arrive();
+                if (n == last && lane_index() == 0) barriers.q_empty.arrive();
 
                 // Mask and softmax
                 if ((n + 1) * 64 > all_see) {

@@ -54,17 +54,22 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
         const DecodeProblem& problem = schedule.problem;
         const u64 desc_p = wgmma_descriptor<kRowBytes>(slabs_p);
         const u64 desc_v = wgmma_descriptor<kRowBytes>(quads, 8 * kRowBytes, kSlabBytes);
-        for (DecodeSegment segment; schedule.next(segment);) {
+        while (schedule.next()) {
+            const DecodeSegment& segment = schedule.segment();
+            const int last = segment.end - 1;
             for (u32 i = 0; i < Shape::kQQuads; ++i) quad.advance();  // q's
             float acc[kParts][kAcc / kParts];
-            for (int n = segment.begin; n < segment.end; ++n) {
+#pragma unroll
+            for (u32 i = 0; i < kAcc; ++i) acc[i / (kAcc / kParts)][i % (kAcc / kParts)] = 0;
+            for (int n = segment.begin; n <= last; ++n) {
                 if (kHalf == 1) quad.advance();
                 Ring<Shape::kPStages> next = p;
                 next.advance();
                 barriers.p_full[p.stage].wait(p.parity);
-                if (n > segment.begin && scales.needed[p.stage][warp_index() % 4] != 0) rescale(acc);
-                const int rest = segment.length - n * 64;
-                if (!Shape::kGather && rest < 64) clear_rows(quads + quad.stage * kQuadBytes, u32(max(rest, 0)));
+                if (scales.needed[p.stage][warp_index() % 4] != 0) rescale(acc);
+                if (!Shape::kGather && n == last && segment.length < n * 64 + 64) {
+                    clear_rows(quads + quad.stage * kQuadBytes, u32(max(segment.length - n * 64, 0)));
+                }
                 const u64 desc_ps = wgmma_advance(desc_p, p.stage * kSlabBytes);
                 const u64 desc_vs = wgmma_advance(desc_v, quad.stage * kQuadBytes);
                 const auto step = [&](u32 k) {
@@ -72,13 +77,13 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                     for (u32 i = 0; i < kParts; ++i) {
                         wgmma<kColumns / kParts, Element, Major::K, Major::Mn>(
                             acc[i], wgmma_advance(desc_ps, k * kWgmmaKBytes),
-                            wgmma_advance(desc_vs, i * (4 / kParts) * kSlabBytes + k * 16 * kRowBytes), k > 0 || n > segment.begin);
+                            wgmma_advance(desc_vs, i * (4 / kParts) * kSlabBytes + k * 16 * kRowBytes), true);
                     }
                 };
                 wgmma_fence();
 #pragma unroll
                 for (u32 k = 0; k < kSteps; ++k) {
-                    if (k + kLate == kSteps && n + 1 < segment.end) barriers.s_done[next.stage].wait(next.parity);
+                    if (k + kLate == kSteps && n < last) barriers.s_done[next.stage].wait(next.parity);
                     step(k);
                 }
                 wgmma_commit();
