@@ -16,8 +16,12 @@ from tilewright.ops.attention.mla_decode.reference import attention
 from tilewright.ops.attention.mla_decode.samples import inputs
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+SPILLED_BYTES = 160
 WHOLE = Config()._replace(cost=1 << 20)
 """No row tile is cut."""
+
+GATHERED: tuple[dict[str, Any], ...] = ({"cache": "e4m3"}, {"topk": 100}, {"cache": "e4m3", "topk": 100})
+"""What is fetched row by row."""
 
 
 def problem(lengths=(300, 70), heads=128, dtype=bf16, device="cpu", seed=0, **more) -> MlaDecodeArgs:
@@ -38,8 +42,6 @@ def run(args: MlaDecodeArgs, config: Config) -> tuple[Tensor, Tensor]:
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("bf16 or fp16", {"dtype": fp32}),
-    "tokens of 656 bytes": ("multiplies bf16 or fp16", {"cache": "e4m3"}),
-    "indices": ("no sparse form", {"topk": 16}),
     "other widths": ("D = 576 and d_v = 512, got D = 320", {"D": 320, "d_v": 256}),
     "narrower values": ("d_v = 512, got D = 576, d_v = 448", {"d_v": 448}),
     "a scale of 0": ("a positive scale", {"scale": 0.0}),
@@ -146,9 +148,22 @@ def test_short_and_batch_invariant_rows_stay_whole(launches, change):
     assert not others
 
 
+@pytest.mark.parametrize("change", GATHERED)
+def test_tokens_of_an_index_have_their_own_keys(launches, change):
+    args = problem((300, 70), S_q=3, page=64, **change)
+    run(args, Config())
+    _, given, params, options = launches.calls[0]
+    assert (params.kPacked, params.kSparse) == ("cache" in change, "topk" in change)
+    assert (given.batches, given.each, given.rows) == ((6, 3, 128) if "topk" in change else (2, 1, 384))
+    assert options["cluster"] is None
+    assert (given.row_units, given.page_units) == ((41, 41 * 64) if "cache" in change else (72, 72 * 64))
+
+
 def test_every_config_fits_shared_memory():
     for config in cuda.CONFIGS:
-        assert cuda.shared_bytes(config) + 1024 <= SHARED_LIMIT
+        for change in ({}, *GATHERED):
+            params = cuda.params(problem(page=64, **change), config)
+            assert cuda.shared_bytes(params) + 2048 <= SHARED_LIMIT
     for heads in (16, 128):
         sizes = bucket(problem(heads=heads))
         assert cuda.configure(sizes, bf16) in cuda.candidates(sizes, bf16)
@@ -173,6 +188,19 @@ def test_products_use_the_matrix_units_and_spill_nothing(change, config):
         assert info["warnings"] == [], "the assembler serialised wgmma, or ignored setmaxnreg"
 
 
+@pytest.mark.compile
+@needs_nvrtc
+@pytest.mark.parametrize("change", GATHERED, ids=str)
+@pytest.mark.parametrize("dtype", [bf16, fp16])
+def test_gathering_leaves_the_products_as_they_are(dtype, change):
+    with collect("sm_90") as collector:
+        run(problem((4000, 70), page=64, dtype=dtype, **change), Config())
+    kernel = collector.jobs[0].compile().info
+    assert kernel["instructions"]["HGMMA"] == 36 + 2 * 2 * 4
+    assert kernel["warnings"] == []
+    assert kernel["spill_stores"] <= SPILLED_BYTES, "in the warps that copy, and around the scores"
+
+
 # ----------------------------------------------------------------------------------------------- what it computes
 
 COMPUTED: dict[str, dict[str, Any]] = {
@@ -189,6 +217,12 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "many": {"lengths": tuple(37 * b % 700 for b in range(150))},
     "fp16": {"dtype": fp16, "lengths": (20, 140, 4096)},
     **{f"pages of {n}": {"page": n, "lengths": (1, 130, 2222), "heads": 64} for n in (1, 7, 16, 24, 64, 128)},
+    "656 bytes": {"cache": "e4m3", "page": 64, "lengths": (1, 130, 2222, 0)},
+    "656 bytes, tokens": {"cache": "e4m3", "heads": 63, "S_q": 3, "lengths": (1, 130, 2222), "sinks": True},
+    "656 bytes, fp16": {"cache": "e4m3", "page": 24, "lengths": (1, 130, 2222), "dtype": fp16},
+    "indices": {"topk": 300, "page": 64, "heads": 16, "S_q": 2, "lengths": (1, 130, 2222)},
+    "indices, lengths": {"topk": 300, "topk_lengths": (0, 65, 300), "page": 64, "lengths": (1, 130, 2222)},
+    "indices, 656 bytes": {"topk": 2048, "cache": "e4m3", "page": 64, "S_q": 2, "lengths": (100, 4000)},
     "pages, shared": {"page": 64, "lengths": (200, 700, 2222), "shared": 3},
 }
 
@@ -198,7 +232,7 @@ def judged(args: MlaDecodeArgs, config: Config) -> None:
     exact, exact_lse = attention(
         args._replace(
             q=args.q.double(),
-            kv_cache=args.kv_cache.double(),
+            kv_cache=args.kv_cache if args.is_packed else args.kv_cache.double(),
             sinks=None if args.sinks is None else args.sinks.double(),
         )
     )
