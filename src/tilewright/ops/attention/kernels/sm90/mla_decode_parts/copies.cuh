@@ -45,7 +45,7 @@ template <typename Config> struct CopyWarp {
             const int k = key + int(box * Shape::kBoxRows);
             page[i] = cache.pages, row[i] = 0;
             if (box < kBoxes && k < length) {
-                const int at = cache.table == nullptr ? 0 : k / cache.page_size;
+                const int at = cache.table == nullptr ? 0 : int(u32(k) / u32(cache.page_size));
                 page[i] = cache.table == nullptr ? batch : cache.table[i64(batch) * cache.table_stride + at];
                 row[i] = k - at * cache.page_size;
             }

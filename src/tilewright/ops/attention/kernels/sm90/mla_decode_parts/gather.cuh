@@ -75,9 +75,9 @@ template <typename Config> struct GatherWarpgroup {
         if constexpr (kSparse) {
             const int slot = cache.indices[i64(batch) * problem.capacity + k];
             if (slot < 0 || slot >= cache.pages * cache.page_size) return kNone;
-            page = slot / cache.page_size, row = slot - page * cache.page_size;
+            page = int(u32(slot) / u32(cache.page_size)), row = slot - page * cache.page_size;
         } else if (cache.table != nullptr) {
-            const int at = k / cache.page_size;
+            const int at = int(u32(k) / u32(cache.page_size));
             page = cache.table[i64(batch) * cache.table_stride + at], row = k - at * cache.page_size;
         }
         return u32(i64(page) * cache.page_units + i64(row) * cache.row_units);
