@@ -128,16 +128,10 @@ template <typename Config> struct ScoringWarpgroup {
             }
             barriers.q_full.wait(q_parity);
 
-            // What this thread's two rows see: keys before end[h]
-            const int row = (segment.tile * int(Shape::kCluster) + int(rank)) * 64 + int(fragment_row());
-            int end[2], head[2];
-#pragma unroll
-            for (u32 h = 0; h < 2; ++h) {
-                const int token = (row + 8 * int(h)) / problem.heads;
-                head[h] = row + 8 * int(h) - token * problem.heads;
-                end[h] = problem.causal ? segment.length - max(problem.s_q - 1 - token, 0) : segment.length;
-            }
-            const int all_see = problem.causal ? segment.length - problem.s_q + 1 : segment.length;
+            const auto row_of = [&](u32 h) {
+                return (segment.tile * int(Shape::kCluster) + int(rank)) * 64 + int(fragment_row() + 8 * h);
+            };
+            const int all_see = problem.causal ? segment.length - problem.s_q + 1 : segment.length;  // keys that all rows see
 
             OnlineSoftmax<kScores> softmax;
             softmax.reset();
@@ -156,6 +150,12 @@ template <typename Config> struct ScoringWarpgroup {
                 // Mask and softmax
                 if ((n + 1) * 64 > all_see) {
                     const int column = n * 64 + int(fragment_column());
+                    int end[2];
+#pragma unroll
+                    for (u32 h = 0; h < 2; ++h) {
+                        const int later = problem.causal ? max(problem.s_q - 1 - row_of(h) / problem.heads, 0) : 0;
+                        end[h] = segment.length - later;
+                    }
 #pragma unroll
                     for (u32 i = 0; i < kScores; ++i) {
                         s[i] = column + int(i / 4 * 8 + i % 2) < end[i % 4 / 2] ? s[i] : -infinity();
@@ -179,14 +179,17 @@ template <typename Config> struct ScoringWarpgroup {
             barriers.p_empty[p.stage].wait(p.parity ^ 1);
 #pragma unroll
             for (u32 h = 0; h < 2; ++h) {
-                const bool whole = segment.slot < 0, exists = row + 8 * int(h) < problem.rows;
-                const float sink = whole && exists && sinks != nullptr ? sinks[head[h]] * kLog2E : -infinity();
+                const int row = row_of(h);
+                const bool whole = segment.slot < 0, exists = row < problem.rows;
+                const bool has_sink = whole && exists && sinks != nullptr;
                 float row_lse;
-                norm[h] = softmax.finish(h, sink, row_lse);
+                norm[h] = softmax.finish(h, has_sink ? sinks[row % problem.heads] * kLog2E : -infinity(), row_lse);
                 if (fragment_column() == 0 && exists) {
-                    float* const out = whole ? lse + i64(segment.batch) * problem.rows + row
-                                             : partial_lse + (segment.slot * Shape::kCluster + rank) * 64 + fragment_row();
-                    out[8 * h] = row_lse;
+                    if (whole) {
+                        lse[i64(segment.batch) * problem.rows + row] = row_lse;
+                    } else {
+                        partial_lse[(segment.slot * Shape::kCluster + rank) * 64 + fragment_row() + 8 * h] = row_lse;
+                    }
                 }
             }
             write_factors(norm);

@@ -33,7 +33,7 @@ template <typename Config> struct DecodeShape {
     static_assert(kQuads >= 5, "two key tiles are in use, and one quad is being loaded");
     static_assert(kN % kBoxRows == 0, "a box lies in one page");
     // Registers of each thread: 512 in all for the four warpgroups
-    static constexpr u32 kScoringRegisters = kGather ? 128 : 168, kValueRegisters = 160;
+    static constexpr u32 kScoringRegisters = kGather ? 128 : 160, kValueRegisters = 160;
     static constexpr u32 kCopyingRegisters = 512 - kScoringRegisters - 2 * kValueRegisters;
 };
 
