@@ -168,11 +168,10 @@ template <typename Config> struct GatherWarpgroup {
                 const int later = n + 1 < segment.end ? segment.length : 0;
                 const u32 next = find(schedule.problem, segment.batch, later, (n + 1) * 64);
 
-                asm volatile("" : "+r"(chunk));  // what follows from it is not kept in registers from tile to tile
-
                 // The steps of both quads; meanwhile the next step is loaded, after the last one the rotated part
-#pragma unroll
+#pragma unroll 1
                 for (u32 step = 0; step < kSteps; ++step) {
+                    asm volatile("" : "+r"(chunk), "+r"(lane));  // what follows from them is not kept in registers
                     scale = next_scale;
                     if (step % kQuadSteps == 0) barriers.quad_empty[quad.stage].wait(quad.parity ^ 1);
                     next_scale = step + 1 < kSteps ? load_scale(offset, step + 1) : load_scale(next, 0);
