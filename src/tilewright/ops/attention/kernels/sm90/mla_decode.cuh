@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_dec
             copies.run(schedule);
         }
     } else if (role == kScoring) {
-        warpgroup_reg_alloc<Shape::kScoringRegisters>();
+        if constexpr (Shape::kScoringRegisters > 128) warpgroup_reg_alloc<Shape::kScoringRegisters>();
         DecodeSchedule schedule(problem, places[warp_index()], cluster);
         ScoringWarpgroup<Config> scoring{barriers, scales, masks, quads, ropes, slabs_q, slabs_p};
         scoring.run(schedule, rank, scale, sinks, lse, partial_lse);
