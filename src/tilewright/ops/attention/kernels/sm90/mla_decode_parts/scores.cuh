@@ -165,7 +165,7 @@ template <typename Config> struct ScoringWarpgroup {
 
                 // P, once the stage is free
                 barriers.p_empty[p.stage].wait(p.parity ^ 1);
-                if (lane_index() == 0) scales.needed[p.stage][warp_index() % 4] = rescale;
+                if (lane_index() == 0) scales.needed[p.stage][threadIdx.x / 32 % 4] = rescale;
                 if (rescale) write_factors(softmax.alpha);
                 const u32 slab = shared_address(slabs_p + p.stage * kSlabBytes);
 #pragma unroll

@@ -66,7 +66,7 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                 Ring<Shape::kPStages> next = p;
                 next.advance();
                 barriers.p_full[p.stage].wait(p.parity);
-                if (scales.needed[p.stage][warp_index() % 4] != 0) rescale(acc);
+                if (scales.needed[p.stage][threadIdx.x / 32 % 4] != 0) rescale(acc);
                 if (!Shape::kGather && n == last && segment.length < n * 64 + 64) {
                     clear_rows(quads + quad.stage * kQuadBytes, u32(max(segment.length - n * 64, 0)));
                 }
