@@ -209,6 +209,31 @@ def mla(draw: Draw, model: Model) -> Sizes | None:
     return Sizes(kind, sizes, half_or_single(draw), trained=kind == "prefill", **work)
 
 
+def mla_decode(draw: Draw, model: Model) -> Sizes | None:
+    """Steps of decoding over latents, in the queries' dtype and in 656 bytes a token; some with a choice of slots."""
+    if not model.kv_lora:
+        return None
+    heads, latent = heads_of(draw, model)["H"], model.kv_lora
+    sizes: dict[str, Any] = {"H": heads, "D": latent + model.rope_dim, "d_v": latent}
+    sizes["page"] = draw.pick((None, 1, 16, 64, 64, 256))
+    context, tokens = draw.pick(CONTEXTS), draw.pick((None, None, None, 1, 2, 4))
+    mixed = draw.chance(0.5)
+    sizes["lengths"] = _ragged(draw, 65536) if mixed else (context,) * batch_of(draw, context)
+    if tokens is not None:
+        sizes["S_q"] = tokens
+    if (latent, model.rope_dim) == (512, 64) and draw.chance(0.3):
+        sizes["cache"] = "e4m3"
+    if draw.chance(0.2):
+        sizes["topk"] = draw.pick((512, 2048))
+    lengths, count = sizes["lengths"], tokens or 1
+    pairs = count * sum(min(n, sizes.get("topk", n)) for n in lengths)
+    rows = max(lengths) * len(lengths) if sizes["page"] is None else sum(lengths) + sizes["page"] * len(lengths)
+    elements = sizes["D"] * (rows + 2 * heads * count * len(lengths))
+    flops = 2.0 * heads * (sizes["D"] + latent) * pairs
+    name = f"{'mixed' if mixed else 'equal'}_{len(lengths)}"
+    return Sizes(name, sizes, half_or_single(draw), elements, flops, trained=False)
+
+
 def merge_states(draw: Draw, model: Model) -> Sizes:
     """States of a ring of GPUs, of a shared prefix, of keys divided among programs."""
     kind, heads, d = draw.pick(("ring", "pair", "parts", "stack")), heads_of(draw, model)["H"], model.head_dim

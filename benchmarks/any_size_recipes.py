@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla
+from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla, mla_decode
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
 from any_size_kvcache import kv_append, kv_copy_pages, kv_gather, rope_kv_append
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
@@ -340,6 +340,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "matmul": (6, matmul),
     "merge_states": (1, merge_states),
     "mla": (2, mla),
+    "mla_decode": (2, mla_decode),
     "per_block_cast_to_fp8": (1, block_cast),
     "per_channel_cast_to_fp8": (1, channel_cast),
     "per_tensor_cast_to_fp8": (1, tensor_cast),

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tilewright.ops.kvcache.kv_append_ import kv_append_
     from tilewright.ops.kvcache.kv_copy_pages_ import kv_copy_pages_
     from tilewright.ops.kvcache.kv_gather import kv_gather
+    from tilewright.ops.kvcache.mla_kv_append_ import mla_kv_append_
     from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
     from tilewright.ops.norm.add_rms_norm import add_rms_norm
     from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
@@ -90,6 +91,7 @@ __all__ = [
     "merge_states",
     "mla",
     "mla_decode",
+    "mla_kv_append_",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_tensor_cast_to_fp8",
@@ -128,7 +130,7 @@ _FAMILIES = {
         "scaled_matmul_fp8",
         "splitk_reduce",
     ),
-    "kvcache": ("kv_append_", "kv_copy_pages_", "kv_gather", "rope_kv_append_"),
+    "kvcache": ("kv_append_", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",

@@ -4,8 +4,8 @@ All heads read one cache, so that 128 heads are 128 rows for one key: for 16 hea
 products do, and two row tiles of 64 read each key tile, the second from the L2.  One key tile in shared memory is the
 operand of both products.  The key tiles of all sequences are one line that is cut into equal shares
 (`latent/division.py`), so that lengths do not matter and few results are partial; a second kernel combines these
-(`latent/combine.py`), and on Hopper is launched before the first one ends.  Tokens of 656 bytes are widened on their way
-to shared memory.
+(`latent/combine.py`), and on Hopper is launched before the first one ends.  Tokens of 656 bytes are widened on their
+way to shared memory.
 
 Traffic: the visible tokens once, and 8 * d_v bytes for each row of a segment that is not a whole sequence, written and
 read.  (128, 128, 4096) at bf16 moves 604 MB, 137 us at 4.4 TB/s, and computes 146 GFLOP, 183 us at 800 TFLOP/s.
@@ -63,7 +63,11 @@ def candidates(bucket: MlaDecodeBucket, dtype: torch.dtype) -> tuple[Tile, ...]:
 CONFIGS = (
     *(Tile(m, 32, 8, 1, 1) for m in (16, 32, 64)),
     *(Tile(m, 64, 4, num_stages) for m in (16, 32, 64) for num_stages in (2, 3)),
-    *(Tile(m, 64 if m == 64 else 32, 8, num_stages, 1 if m == 64 else 2) for m in (16, 32, 64) for num_stages in (2, 3)),
+    *(
+        Tile(m, 64 if m == 64 else 32, 8, num_stages, 1 if m == 64 else 2)
+        for m in (16, 32, 64)
+        for num_stages in (2, 3)
+    ),
 )
 
 

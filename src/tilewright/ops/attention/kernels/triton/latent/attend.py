@@ -62,22 +62,32 @@ def _put(base, row, live, tile, FIRST: tl.constexpr, D_V: tl.constexpr):
 
 
 @triton.jit
+def _rows(row_tile, at_least_0, BLOCK_M: tl.constexpr):
+    """The rows of a tile.  A number that the compiler does not know to be positive keeps them, and all that is made of
+    them, from being computed before the loops, where they would take registers of the sums.
+    """
+    return (row_tile + tl.minimum(at_least_0, 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
 def attend_kernel(
     q, o, lse, partial_acc, partial_stat, kv, lengths, block_table, indices, sinks,
-    B, capacity, page_size, slots, row_tiles, parts, scale,
+    B, tokens_each, capacity, page_size, slots, row_tiles, parts, scale,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_table,
-    S_Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, TWO: tl.constexpr, REST: tl.constexpr,
-    TOKENS: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, E4M3: tl.constexpr,
+    S_Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    WIDTH: tl.constexpr, TWO: tl.constexpr, REST: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, E4M3: tl.constexpr,
     PAGE: tl.constexpr, PAGE_TILES: tl.constexpr, DEPENDENT: tl.constexpr,
     FIXED: tl.constexpr, SPLITS: tl.constexpr, GAP: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(scale * q c^T) c[:, :D_V] and lse over the visible keys of B sequences of S_Q tokens.
 
-    q: (B / TOKENS, S_Q * TOKENS, H, D)   kv: (pages, page_size, D)   o: (B * S_Q, H, D_V)   lse: (B * S_Q, H)
+    q: (B / tokens_each, S_Q * tokens_each, H, D)   kv: (pages, page_size, D)   o: (B * S_Q, H, D_V)   lse: (B * S_Q, H)
     partial_acc: (slots of `division`, row_tiles, BLOCK_M, D_V), partial_stat: the same with 2, float32.
-    TOKENS: with indices (B, capacity) each token is a sequence, and TOKENS of them have one length.
-    WIDTH, another if TWO, and REST cover D.   PAGE: page_size if it is a power of two, else 0.   PAGE_TILES: a key tile lies in one page.
+    tokens_each: with indices (B, capacity) each token is a sequence, and so many of them have one length.
+    WIDTH, another if TWO, and REST cover D.   PAGE: page_size if it is a power of two, else 0.   PAGE_TILES: a key tile
+    lies in one page.
     """
     if DEPENDENT:  # let the second kernel begin when SMs are free; it waits for the end of this one
         tl.extra.cuda.gdc_launch_dependents()
@@ -89,20 +99,16 @@ def attend_kernel(
     if FIXED:
         first, last = part // SPLITS, part // SPLITS + 1
     else:
-        begin, end, share = line(lengths, B, capacity, parts, TOKENS, GAP, LEAST, BLOCK_B, BLOCK_N)
+        begin, end, share = line(lengths, B, tokens_each, capacity, parts, GAP, LEAST, BLOCK_B, BLOCK_N)
         share_begin = part * share
         share_end = share_begin + share
         first = tl.sum((end <= share_begin).to(tl.int32))
         last = tl.minimum(tl.sum((begin < share_end).to(tl.int32)), B)
 
-    offs_m = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = offs_m < S_Q * H
-    token, head = offs_m // H, offs_m % H
-    offs_n = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, last - first, num_stages=1):
+    for i in tl.range(0, last - first, num_stages=1, disable_licm=True):
         # The key tiles of this segment
         b = first + i
-        keys_end = keys_of(lengths, b, B, capacity, TOKENS)
+        keys_end = keys_of(lengths, b, B, tokens_each, capacity)
         if FIXED:
             tiles, each = cut(keys_end, SPLITS, LEAST, BLOCK_N)
             tile_begin = part % SPLITS * each
@@ -116,11 +122,15 @@ def attend_kernel(
         is_whole = (tile_begin == 0) & (tile_end == tiles)
 
         # Load the queries
+        offs_m = _rows(row_tile, b, BLOCK_M)
+        token, head = offs_m // H, offs_m % H
+        offs_n = tl.arange(0, BLOCK_N)
         position = keys_end - S_Q + token
-        q_token = b * S_Q + token
-        q_rows = (q_token // (S_Q * TOKENS)).to(tl.int64) * stride_qb + (q_token % (S_Q * TOKENS)) * stride_qs
-        q_rows += head * stride_qh
-        live = in_rows & is_mine
+        if indices is None:
+            q_rows = b.to(tl.int64) * stride_qb + token * stride_qs + head * stride_qh
+        else:
+            q_rows = (b // tokens_each).to(tl.int64) * stride_qb + b % tokens_each * stride_qs + head * stride_qh
+        live = (offs_m < S_Q * H) & is_mine
         q_tile = _columns(q, q_rows, live, 0, WIDTH, D)  # (BLOCK_M, WIDTH)
         if TWO:
             q_next = _columns(q, q_rows, live, WIDTH, WIDTH, D)
@@ -137,7 +147,7 @@ def attend_kernel(
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         if TWO:
             acc_next = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        for tile in tl.range(tile_begin, tile_end):
+        for tile in tl.range(tile_begin, tile_end, disable_licm=True):
             keys = tile * BLOCK_N + offs_n
             in_range = keys < keys_end
 
@@ -202,9 +212,11 @@ def attend_kernel(
             if TWO:
                 acc_next = tl.dot(p, c_next, acc_next * alpha[:, None], input_precision="ieee")
 
+        offs_m = _rows(row_tile, keys_end, BLOCK_M)
+        live = (offs_m < S_Q * H) & is_mine
         if is_whole:
-            factor, row_lse = normaliser(m_i, l_i, sinks, head, live)
-            out_row = q_token.to(tl.int64) * H + head
+            factor, row_lse = normaliser(m_i, l_i, sinks, offs_m % H, live)
+            out_row = b.to(tl.int64) * (S_Q * H) + offs_m
             _put(o, out_row, live, acc * factor[:, None], 0, D_V)
             if TWO:
                 _put(o, out_row, live, acc_next * factor[:, None], WIDTH, D_V)

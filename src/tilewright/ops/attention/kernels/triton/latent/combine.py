@@ -15,10 +15,10 @@ from tilewright.ops.attention.kernels.triton.scores import MINUS_INFINITY
 @triton.jit
 def combine_kernel(
     partial_acc, partial_stat, o, lse, lengths, sinks,
-    B, capacity, row_tiles, parts,
-    S_Q: tl.constexpr, H: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    DEPENDENT: tl.constexpr, FIXED: tl.constexpr, SPLITS: tl.constexpr, GAP: tl.constexpr, LEAST: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    B, tokens_each, capacity, row_tiles, parts,
+    S_Q: tl.constexpr, H: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+    FIXED: tl.constexpr, SPLITS: tl.constexpr, GAP: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in `attend_kernel`; lengths are those that it read.  Program (i, r): row r of the i-th sequence of
     several segments; FIXED: of sequence i.
@@ -26,11 +26,11 @@ def combine_kernel(
     row = tl.program_id(1)
     if FIXED:
         b = tl.program_id(0)
-        tiles, each = cut(keys_of(lengths, b, B, capacity, TOKENS), SPLITS, LEAST, BLOCK_N)
+        tiles, each = cut(keys_of(lengths, b, B, tokens_each, capacity), SPLITS, LEAST, BLOCK_N)
         place_of, step, count = b * SPLITS, 1, tl.cdiv(tiles, each)
         is_mine = count > 1
     else:
-        begin, end, share = line(lengths, B, capacity, parts, TOKENS, GAP, LEAST, BLOCK_B, BLOCK_N)
+        begin, end, share = line(lengths, B, tokens_each, capacity, parts, GAP, LEAST, BLOCK_B, BLOCK_N)
         numbers = tl.arange(0, BLOCK_B)
         first, last = (begin + GAP) // share, (end - 1) // share
         is_split = (numbers < B) & (last > first)
@@ -72,7 +72,5 @@ def combine_kernel(
     offs_r = tl.arange(0, 1)
     values, row_lse = finish(m_i, l_i, acc, sinks, head + offs_r, offs_r == 0)
     out_row = (b.to(tl.int64) * S_Q * H + row) + offs_r
-    tl.store(
-        o + out_row[:, None] * D_V + offs_d[None, :], values.to(o.dtype.element_ty), mask=(offs_d < D_V)[None, :]
-    )
+    tl.store(o + out_row[:, None] * D_V + offs_d[None, :], values.to(o.dtype.element_ty), mask=(offs_d < D_V)[None, :])
     tl.store(lse + out_row, row_lse)

@@ -16,26 +16,26 @@ import triton.language as tl
 
 
 @triton.jit
-def keys_of(lengths, b, B, capacity, TOKENS: tl.constexpr):
-    """Keys of sequence b, a number or several; TOKENS sequences share a length, without `lengths` it is the capacity."""
+def keys_of(lengths, b, B, tokens_each, capacity):
+    """Keys of sequence b, a number or several; tokens_each of them share a length, without `lengths` the capacity."""
     if lengths is None:
         n = tl.where(b < B, capacity, 0)
     else:
-        n = tl.minimum(tl.maximum(tl.load(lengths + b // TOKENS, mask=b < B, other=0), 0), capacity)
+        n = tl.minimum(tl.maximum(tl.load(lengths + b // tokens_each, mask=b < B, other=0), 0), capacity)
     return n
 
 
 @triton.jit
 def line(
-    lengths, B, capacity, parts,
-    TOKENS: tl.constexpr, GAP: tl.constexpr, LEAST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+    lengths, B, tokens_each, capacity, parts,
+    GAP: tl.constexpr, LEAST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(begin, end, share): where each sequence's gap begins and its last key tile ends, and the length of a share.
 
     A sequence without keys has one key tile, so that somebody writes its results.
     """
     b = tl.arange(0, BLOCK_B)
-    tiles = tl.maximum(tl.cdiv(keys_of(lengths, b, B, capacity, TOKENS), BLOCK_N), 1)
+    tiles = tl.maximum(tl.cdiv(keys_of(lengths, b, B, tokens_each, capacity), BLOCK_N), 1)
     size = tl.where(b < B, tiles + GAP, 0)
     end = tl.cumsum(size)
     share = tl.maximum(tl.cdiv(tl.sum(size), parts), LEAST)

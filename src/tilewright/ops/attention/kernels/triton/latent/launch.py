@@ -62,23 +62,29 @@ def why_not(args: MlaDecodeArgs) -> str | None:
     parts = widths(args.q.shape[3], args.d_v)
     if parts.width > _MOST_WIDTH or parts.rest > _MOST_REST:
         return f"holds values of up to {2 * _MOST_WIDTH} numbers and {_MOST_REST} more of a key"
+    if args.q.dtype == torch.float32 and parts.two:
+        return f"holds float32 values of up to {_MOST_WIDTH} numbers, because registers spill beyond"
     sequences = args.q.shape[0] * (1 if args.indices is None else args.q.shape[1])
     return f"takes at most {MOST_SEQUENCES} sequences" if sequences > MOST_SEQUENCES else None
 
 
 def fitted(tile: Tile, args: MlaDecodeArgs) -> Tile:
     """`tile`, chosen for an H200, reduced to what the GPU of the call can run."""
-    arch, columns = target_of(args.q), widths(args.q.shape[3], args.d_v).all
+    arch, columns = target_of(args.q), widths(args.q.shape[3], args.d_v)
     shared = tiling.SHARED_BYTES["sm_90"] if arch == "cpu" else tiling.SHARED_BYTES.get(arch, tiling.SHARED_ELSEWHERE)
     if args.q.dtype == torch.float32:  # multiplied by FMAs, whose operands are in registers: larger tiles spill
         tile = tile._replace(block_m=16, block_n=16, num_warps=8, num_stages=1)
     elif arch not in ("cpu", "sm_90"):
         tile = tile._replace(block_m=min(tile.block_m, 32), block_n=min(tile.block_n, 32), num_warps=8)
+    elif min(columns.width, columns.rest or columns.width) < 64:
+        # WGMMA's: with more keys than columns ptxas addresses a product from a register that nothing wrote
+        tile = tile._replace(block_m=min(tile.block_m, 32))
     if arch.startswith("gfx"):  # from 32 keys on, comparisons of a score's mask spill scalar registers (`tiles.fitted`)
-        tile = tile._replace(block_m=16, block_n=16, num_warps=8, num_stages=min(tile.num_stages, 2))
+        most = 1 if args.is_packed and arch == "gfx950" else 2  # which spills with 2, and gfx942 with 1
+        tile = tile._replace(block_m=16, block_n=16, num_warps=8, num_stages=min(tile.num_stages, most))
     size, is_indirect = args.q.element_size(), _is_indirect(args)
     depth = (tile.num_stages + 1) // 2 if is_indirect else tile.num_stages
-    while depth > 1 and size * columns * (tile.block_m + depth * tile.block_n) > shared:
+    while depth > 1 and size * columns.all * (tile.block_m + depth * tile.block_n) > shared:
         depth -= 1
         tile = tile._replace(num_stages=stages(depth, is_indirect))
     return tile
@@ -113,6 +119,7 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
 
     dependent, columns = has_dependents(q), widths(d, d_v)
     capacity = args.capacity if pages else 0
+    sizes = (sequences, tokens, capacity)
     division = (fixed, splits, _GAP, least)
     blocks = (max(16, triton.next_power_of_2(sequences)), tile.block_m, tile.block_n)
     table, in_pages = args.block_table, _is_indirect(args)
@@ -120,11 +127,11 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
         (row_tiles * parts,),
         (
             q, o, lse, partial_acc, partial_stat, cache, args.lengths, table, args.indices, args.sinks,
-            sequences, capacity, page_size, pages * page_size, row_tiles, parts, args.scale,
+            *sizes, page_size, pages * page_size, row_tiles, parts, args.scale,
             *q.stride()[:3], *cache.stride()[:2], 0 if table is None else table.stride(0),
         ),
         (
-            s_q, heads, d, d_v, *columns, tokens, args.causal and s_q > 1, args.is_packed, _converts(args),
+            s_q, heads, d, d_v, *columns, args.causal and s_q > 1, args.is_packed, _converts(args),
             page_size if in_pages and page_size & (page_size - 1) == 0 else 0, page_size % tile.block_n == 0, dependent,
             *division, *blocks,
         ),
@@ -136,8 +143,8 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
     combine = _combine_dependent if dependent else _combine
     combine(
         (split_sequences, rows),
-        (partial_acc, partial_stat, o, lse, args.lengths, args.sinks, sequences, capacity, row_tiles, parts),
-        (s_q, heads, d_v, columns.value, tokens, dependent, *division, _CHUNKS, *blocks),
+        (partial_acc, partial_stat, o, lse, args.lengths, args.sinks, *sizes, row_tiles, parts),
+        (s_q, heads, d_v, columns.value, dependent, *division, _CHUNKS, *blocks),
         num_warps=4,
     )
 
