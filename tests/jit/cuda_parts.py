@@ -19,8 +19,8 @@ from tilewright.mask import causal, document, sequences
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.kernels.sm90 import backward, mla_backward
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
-from tilewright.ops.attention.kernels.sm90.backward_args import SumParams
 from tilewright.ops.attention.kernels.sm90 import mla_decode as mla_decode_cuda
+from tilewright.ops.attention.kernels.sm90.backward_args import SumParams
 from tilewright.ops.attention.mla.args import MlaBackwardArgs
 from tilewright.ops.attention.mla_decode.args import problem_of
 from tilewright.ops.attention.mla_decode.samples import inputs as mla_decode_inputs
