@@ -18,6 +18,7 @@ struct DecodeCache {
 template <typename Config> struct CopyWarp {
     using Shape = DecodeShape<Config>;
     static constexpr u32 kBoxes = Shape::kBoxes, kEach = (kBoxes + 31) / 32, kCluster = Shape::kCluster;
+    static constexpr u32 kLanes = kBoxes < 32 ? kBoxes : 32, kMask = ~0u >> (32 - kLanes);  // that have a box
 
     const TensorMap& map_q;
     const TensorMap& map_kv;
@@ -33,18 +34,21 @@ template <typename Config> struct CopyWarp {
 
     // Announces `bytes` at `full`, once every reader has released the stage.
     __device__ void acquire(Barrier& full, Barrier& empty, u32 parity, u32 bytes) {
+        if (kLanes > 1) __syncwarp(kMask);
         empty.wait(parity ^ 1);
-        if (lane == 0) full.arrive_and_expect_tx(bytes);
+        if (is_first()) full.arrive_and_expect_tx(bytes);
+        if (kLanes > 1) __syncwarp(kMask);
     }
+    __device__ bool is_first() const { return kLanes == 1 || lane == 0; }
 
     // Finds this lane's boxes of the key tile that begins at `key`.
     __device__ void find(int batch, int length, int key) {
 #pragma unroll
         for (u32 i = 0; i < kEach; ++i) {
-            const u32 box = lane + 32 * i;
+            const u32 box = kLanes == 1 ? 0 : lane + 32 * i;
             const int k = key + int(box * Shape::kBoxRows);
             page[i] = cache.pages, row[i] = 0;
-            if (box < kBoxes && k < length) {
+            if (k < length) {
                 const int at = cache.table == nullptr ? 0 : int(u32(k) / u32(cache.page_size));
                 page[i] = cache.table == nullptr ? batch : cache.table[i64(batch) * cache.table_stride + at];
                 row[i] = k - at * cache.page_size;
@@ -56,8 +60,7 @@ template <typename Config> struct CopyWarp {
     template <u32 kCount> __device__ void load(u8* to, Barrier& full, u32 slab) {
 #pragma unroll
         for (u32 i = 0; i < kEach; ++i) {
-            const u32 box = lane + 32 * i;
-            if (box >= kBoxes) continue;
+            const u32 box = kLanes == 1 ? 0 : lane + 32 * i;
 #pragma unroll
             for (u32 s = 0; s < kCount; ++s) {
                 u8* const smem = to + s * kSlabBytes + box * Shape::kBoxRows * kRowBytes;
@@ -104,7 +107,7 @@ template <typename Config> struct CopyWarp {
         constexpr u32 kRest = Shape::kQRegisters - 4;
         const int first_row = (segment.tile * int(kCluster) + int(rank)) * 64;
         const auto slab = [&](u8* to, Barrier& full, u32 s) {
-            if (lane == 0) tma_load(to, map_q, full, int(s) * 64, first_row, segment.batch, CacheHint::EvictFirst);
+            if (is_first()) tma_load(to, map_q, full, int(s) * 64, first_row, segment.batch, CacheHint::EvictFirst);
         };
         for (u32 half = 0; half < Shape::kQQuads; ++half) {
             const u32 count = half == 0 ? 4 : kRest;
@@ -117,24 +120,30 @@ template <typename Config> struct CopyWarp {
         for (u32 s = 0; s < Shape::kQSlabs; ++s) slab(slabs_q + s * kSlabBytes, barriers.q_full, Shape::kQRegisters + s);
     }
 
-    __device__ void run(DecodeSchedule& schedule) {
+    __device__ void copy(const DecodeSegment& segment, u32 parity) {
         constexpr int kAhead = Config::kPrefetch;
-        u32 parity = 0;
-        for (; schedule.next(); parity ^= 1) {
-            const DecodeSegment segment = schedule.segment();
-            load_q(segment, parity);
-            for (int n = segment.begin; n < segment.end; ++n) {
-                if (kAhead > 0 && n + kAhead < segment.end) {
-                    find(segment.batch, segment.length, (n + kAhead) * 64);
-                    prefetch(n + kAhead);
-                }
-                find(segment.batch, segment.length, n * 64);
-                load_quad(0), load_quad(4);
-                Barrier& full = barriers.rope_full[rope.stage];
-                acquire(full, barriers.rope_empty[rope.stage], rope.parity, kSlabBytes);
-                if (kCluster == 1 || u32(n) % kCluster == rank) load<1>(ropes + rope.stage * kSlabBytes, full, 8);
-                rope.advance();
+        load_q(segment, parity);
+        for (int n = segment.begin; n < segment.end; ++n) {
+            if (kAhead > 0 && n + kAhead < segment.end) {
+                find(segment.batch, segment.length, (n + kAhead) * 64);
+                prefetch(n + kAhead);
             }
+            find(segment.batch, segment.length, n * 64);
+            load_quad(0), load_quad(4);
+            Barrier& full = barriers.rope_full[rope.stage];
+            acquire(full, barriers.rope_empty[rope.stage], rope.parity, kSlabBytes);
+            if (kCluster == 1 || u32(n) % kCluster == rank) load<1>(ropes + rope.stage * kSlabBytes, full, 8);
+            rope.advance();
+        }
+    }
+
+    // Lanes without a box stay out of the copies: the TMA's operands are in registers that a warp has once, and must not be
+    // prepared by some lanes while others wait elsewhere.
+    __device__ void run(DecodeSchedule& schedule) {
+        for (u32 parity = 0; schedule.next(); parity ^= 1) {
+            const DecodeSegment segment = schedule.segment();
+            if (lane < kLanes) copy(segment, parity);
+            __syncwarp();
         }
     }
 };
