@@ -27,8 +27,9 @@ _ROWS, _COLUMNS, _SWIZZLE = 64, 64, 128  # of a slab, as in mla_decode_parts/sha
 _D, _D_V, _P_STAGES, _THREADS = 576, 512, 2, 512
 _SLAB_BYTES = _ROWS * _SWIZZLE
 _GATHER_ROPES, _GATHER_Q_REGISTERS = 1, 4  # the warpgroup that gathers needs registers that hold q, which needs a slab
+_GATHER_AHEAD = 3  # key tiles fetched ahead into the L2
 _COMBINE_THREADS = 512
-_COMBINE_BLOCKS = 512  # about as many as run at once
+_COMBINE_WARPS = 4096  # about as many as run at once
 
 
 class Config(NamedTuple):
@@ -40,7 +41,8 @@ class Config(NamedTuple):
 
     quads: int = 5
     ropes: int = 2
-    q_registers: int = 6
+    q_registers: int = 5
+    early: bool = True
     tail: int = 8
     late_left: int = 0
     late_right: int = 4
@@ -55,6 +57,7 @@ class Params(NamedTuple):
     kQuads: int
     kRopes: int
     kQRegisters: int
+    kEarly: bool
     kTail: int
     kLateLeft: int
     kLateRight: int
@@ -120,7 +123,7 @@ class CombineArgs(NamedTuple):
     least: I32
     cost: I32
     cluster_size: I32
-    rows_each: I32
+    warps_each: I32
 
 
 _FILE = Path(__file__).with_name("mla_decode.cuh")
@@ -145,10 +148,11 @@ def params(args: MlaDecodeArgs, config: Config) -> Params:
         kQuads=config.quads,
         kRopes=_GATHER_ROPES if gathers else config.ropes,
         kQRegisters=_GATHER_Q_REGISTERS if gathers else config.q_registers,
+        kEarly=config.early,
         kTail=config.tail,
         kLateLeft=config.late_left,
         kLateRight=config.late_right,
-        kPrefetch=0 if gathers else config.prefetch,
+        kPrefetch=_GATHER_AHEAD if gathers else config.prefetch,
         kBoxRows=_ROWS if whole else gcd(args.kv_cache.shape[1], _ROWS),
         kPacked=args.is_packed,
         kSparse=args.indices is not None,
@@ -266,9 +270,10 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
     if not least:
         return
     cut, cut_rows = min(batch * tiles, clusters - 1), min(rows, cluster * _ROWS)
-    rows_each = max(1, cut_rows * cut // _COMBINE_BLOCKS)
+    warps = _COMBINE_THREADS // 32
+    warps_each = min(warps, 1 << max(0, (_COMBINE_WARPS // (cut * cut_rows)).bit_length() - 1))
     COMBINE(
-        (cut, -(-cut_rows // rows_each)),
+        (cut, -(-cut_rows * warps_each // warps)),
         CombineArgs(
             partial_o,
             partial_lse,
@@ -280,7 +285,7 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
             args.causal,
             *division,
             cluster,
-            rows_each,
+            warps_each,
         ),
         CombineParams(_COMBINE_THREADS, q.dtype),
         block=_COMBINE_THREADS,

@@ -1,7 +1,7 @@
 // Joins the parts of row tiles that were cut (mla_decode_parts/schedule.cuh).
 //
-// A block has some rows of one row tile.  Its groups of 128 threads read every second (third, ...) part, four columns a thread, and
-// group 0 adds their sums in order: the same bits every time.
+// A block has some rows of one row tile, and each row some warps, which read every second (third, ...) part.  The first of them
+// adds their sums in order: the same bits every time.
 #pragma once
 
 #include <tilewright/ptx.cuh>
@@ -52,12 +52,12 @@ constexpr int kMostParts = 160;  // shares: at most one for each multiprocessor
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads) sm90_mla_decode_combine(
     const float* partial_o, const float* partial_lse, typename Config::Element* o, float* lse, const int* lengths,
-    const float* sinks, int batches, int tiles, int rows, int heads, int s_q, int capacity, int each, bool causal, int clusters,
-    int least, int cost, int cluster_size, int rows_each) {
+    const float* sinks, int batches, int tiles, int rows, int heads, int s_q, int capacity, int each, bool causal,
+    int clusters, int least, int cost, int cluster_size, int warps_each) {
     using Element = typename Config::Element;
-    constexpr int kGroups = Config::kThreads / 128, kDv = 512;
-    __shared__ float weights[kMostParts];
-    __shared__ float4 sums[kGroups][128];
+    constexpr int kWarps = Config::kThreads / 32, kDv = 512, kVectors = kDv / 128;
+    __shared__ float weights[kWarps][kMostParts];
+    __shared__ float4 sums[kWarps][kVectors][32];
     const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, each, causal, clusters, least, cost};
     const int share = DecodePlan(problem).share;
     const SplitTile split(problem, share, int(blockIdx.x));
@@ -65,54 +65,64 @@ __global__ void __launch_bounds__(Config::kThreads) sm90_mla_decode_combine(
     launch_dependents();
     if (!split.split) return;
 
-    const int group = int(threadIdx.x / 128), column = int(threadIdx.x % 128) * 4;
-    const int first_row = split.tile * cluster_size * 64, begin = int(blockIdx.y) * rows_each;
-    const int end = min(begin + rows_each, min(cluster_size * 64, rows - first_row));
-    for (int r = begin; r < end; ++r) {
+    // A row for each `warps_each` warps, which share its parts
+    const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32), turn = warp % warps_each;
+    const int r = (int(blockIdx.y) * kWarps + warp) / warps_each, row = split.tile * cluster_size * 64 + r;
+    const bool exists = r < cluster_size * 64 && row < rows;
+    const auto row_of = [&](int i) { return i64(split.slot(i, share)) * cluster_size * 64 + r; };
+    float4 sum[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) sum[v] = make_float4(0, 0, 0, 0);
+    if (exists) {
         // Weights of the parts: their share of the sum of exponentials
-        const i64 at = i64(r / 64) * 64 + r % 64;
-        const auto row_of = [&](int i) { return i64(split.slot(i, share)) * cluster_size * 64 + at; };
-        if (threadIdx.x < 32) {
-            const float sink = sinks == nullptr ? -infinity() : sinks[(first_row + r) % heads] * kLog2E;
-            float most = sink;
-            for (int i = int(threadIdx.x); i < split.parts; i += 32) {
-                const float part_lse = partial_lse[row_of(i)] * kLog2E;
-                weights[i] = part_lse, most = fmaxf(most, part_lse);
-            }
+        const float sink = sinks == nullptr ? -infinity() : sinks[row % heads] * kLog2E;
+        float most = sink;
+        for (int i = lane; i < split.parts; i += 32) {
+            const float part_lse = partial_lse[row_of(i)] * kLog2E;
+            weights[warp][i] = part_lse, most = fmaxf(most, part_lse);
+        }
 #pragma unroll
-            for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-            const float base = most == -infinity() ? 0 : most;
-            float sum = 0;
-            for (int i = int(threadIdx.x); i < split.parts; i += 32) sum += exp2_approximate(weights[i] - base);
+        for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        const float base = most == -infinity() ? 0 : most;
+        float total = 0;
+        for (int i = lane; i < split.parts; i += 32) total += weights[warp][i] = exp2_approximate(weights[warp][i] - base);
 #pragma unroll
-            for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-            sum += exp2_approximate(sink - base);
-            const float inverse = sum == 0 ? 0 : reciprocal(sum);
-            for (int i = int(threadIdx.x); i < split.parts; i += 32) weights[i] = exp2_approximate(weights[i] - base) * inverse;
-            if (threadIdx.x == 0) {
-                lse[i64(split.batch) * rows + first_row + r] = sum == 0 ? -infinity() : kLn2 * (base + log2_approximate(sum));
+        for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+        total += exp2_approximate(sink - base);
+        const float inverse = total == 0 ? 0 : reciprocal(total);
+        if (lane == 0 && turn == 0) {
+            lse[i64(split.batch) * rows + row] = total == 0 ? -infinity() : kLn2 * (base + log2_approximate(total));
+        }
+        __syncwarp();
+#pragma unroll 4
+        for (int i = turn; i < split.parts; i += warps_each) {
+            const float4* const part = reinterpret_cast<const float4*>(partial_o + row_of(i) * kDv) + lane;
+            const float weight = weights[warp][i] * inverse;
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                const float4 x = part[32 * v];
+                sum[v].x += weight * x.x, sum[v].y += weight * x.y, sum[v].z += weight * x.z, sum[v].w += weight * x.w;
             }
         }
-        __syncthreads();
-
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 8
-        for (int i = group; i < split.parts; i += kGroups) {
-            const float4 v = *reinterpret_cast<const float4*>(partial_o + row_of(i) * kDv + column);
-            const float weight = weights[i];
-            sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
-        }
-        if (group > 0) sums[group][threadIdx.x % 128] = sum;
-        __syncthreads();
-        if (group == 0) {
+    }
+    if (warps_each > 1) {
 #pragma unroll
-            for (int g = 1; g < kGroups; ++g) {
-                const float4 v = sums[g][threadIdx.x];
-                sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-            }
-            store_four(o + (i64(split.batch) * rows + first_row + r) * kDv + column, sum);
-        }
+        for (int v = 0; v < kVectors; ++v) sums[warp][v][lane] = sum[v];
         __syncthreads();
+        if (turn == 0) {
+            for (int w = 1; w < warps_each; ++w) {
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+                    const float4 x = sums[warp + w][v][lane];
+                    sum[v].x += x.x, sum[v].y += x.y, sum[v].z += x.z, sum[v].w += x.w;
+                }
+            }
+        }
+    }
+    if (exists && turn == 0) {
+        Element* const out = o + (i64(split.batch) * rows + row) * kDv + 4 * lane;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) store_four(out + 128 * v, sum[v]);
     }
 }
 

@@ -34,6 +34,11 @@ template <typename Element> __device__ inline uint2 widen(u32 word, float scale)
     return make_uint2(result[0], result[1]);
 }
 
+// Fetches `bytes`, a multiple of 16, into the L2.  [cp.async.bulk.prefetch]
+__device__ inline void prefetch_l2(const u8* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 struct GatherCache {
     const u8* cache;
     const int* table;    // nullptr: page b is sequence b
@@ -48,7 +53,8 @@ template <typename Config> struct GatherWarpgroup {
     static constexpr bool kPacked = Config::kPacked, kSparse = Config::kSparse;
     static constexpr u32 kStep = 256, kSteps = (kPacked ? 1 : 2) * Shape::kDv / kStep, kQuadSteps = kSteps / 2;
     static constexpr u32 kRopeAt = kPacked ? Shape::kDv + 16 : 2 * Shape::kDv, kScalesAt = Shape::kDv;
-    static constexpr u32 kNone = ~0u;
+    static constexpr u32 kNone = ~0u, kTokenBytes = kPacked ? 656 : 2 * Shape::kD;
+    static constexpr int kAhead = Config::kPrefetch;
 
     const TensorMap& map_q;
     GatherCache cache;
@@ -81,6 +87,10 @@ template <typename Config> struct GatherWarpgroup {
             page = cache.table[i64(batch) * cache.table_stride + at], row = k - at * cache.page_size;
         }
         return u32(i64(page) * cache.page_units + i64(row) * cache.row_units);
+    }
+
+    __device__ void fetch(u32 offset) const {
+        if (lane < 16 && offset != kNone) prefetch_l2(cache.cache + u64(offset) * 16, kTokenBytes);
     }
 
     // Byte `at` of row 16 * warp + row of the tile.
@@ -144,12 +154,14 @@ template <typename Config> struct GatherWarpgroup {
             Barrier& full = barriers.quad_full[quad.stage];
             barriers.quad_empty[quad.stage].wait(quad.parity ^ 1);
             slabs(quads + quad.stage * kQuadBytes, full, 4 * half, half == 0 ? 4 : Shape::kQRegisters - 4);
+            __syncwarp();  // see CopyWarp::run
             if (warp > 0 && lane == 0) full.arrive();
             quad.advance();
         }
         if (warp == 0) {
             barriers.q_empty.wait(parity ^ 1);
             slabs(slabs_q, barriers.q_full, Shape::kQRegisters, Shape::kQSlabs);
+            __syncwarp();
         }
     }
 
@@ -164,9 +176,13 @@ template <typename Config> struct GatherWarpgroup {
             float next_scale = load_scale(offset, 0);
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) load_step(offset, 0, i);
+            for (int n = segment.begin + 1; n < min(segment.begin + kAhead, segment.end); ++n) {
+                fetch(find(schedule.problem, segment.batch, segment.length, n * 64));
+            }
             for (int n = segment.begin; n < segment.end; ++n) {
                 const int later = n + 1 < segment.end ? segment.length : 0;
                 const u32 next = find(schedule.problem, segment.batch, later, (n + 1) * 64);
+                if (kAhead > 0 && n + kAhead < segment.end) fetch(find(schedule.problem, segment.batch, later, (n + kAhead) * 64));
 
                 // The steps of both quads; meanwhile the next step is loaded, after the last one the rotated part
 #pragma unroll 1
