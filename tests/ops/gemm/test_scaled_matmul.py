@@ -293,4 +293,4 @@ def test_cublas_gets_operands_and_scales_at_multiples_of_16_bytes(scaling):
 )
 def test_buckets_of_many_rows_are_half_as_wide(rows, bucket):
     found = scaled_bucket(plain_scaled_args(*operands(rows, 32, 128, "tensor"), torch.bfloat16))
-    assert found.M == bucket
+    assert found._asdict()["M"] == bucket
