@@ -13,6 +13,7 @@ from tilewright.errors import InputError
 from tilewright.log import forget_logged
 from tilewright.ops.gemm.matmul import matmul
 from tilewright.ops.gemm.scaled import cublas as scaled_cublas
+from tilewright.ops.gemm.scaled.args import plain_scaled_args, scaled_bucket
 from tilewright.ops.gemm.scaled.scaling import GRANULARITIES, Scaling, granularity, kernel_layout, scaling_of
 from tilewright.ops.gemm.scaled_matmul import CONTRACT, scaled_matmul
 from tilewright.ops.quant.layout import BLOCK, ROW, TOKEN
@@ -272,3 +273,24 @@ def test_cublas_gets_operands_and_scales_at_multiples_of_16_bytes(scaling):
     assert left.stride() == (512, 1)
     assert torch.equal(left.float(), whole[1:, :512].float())
     assert torch.equal(found[0].reshape(shapes[0]), scales[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "bucket"),
+    [
+        (1, 1),
+        (48, 64),
+        (64, 64),
+        (65, 96),
+        (96, 96),
+        (97, 128),
+        (192, 192),
+        (193, 256),
+        (300, 384),
+        (1536, 1536),
+        (7168, 8192),
+    ],
+)
+def test_buckets_of_many_rows_are_half_as_wide(rows, bucket):
+    found = scaled_bucket(plain_scaled_args(*operands(rows, 32, 128, "tensor"), torch.bfloat16))
+    assert found._asdict()["M"] == bucket

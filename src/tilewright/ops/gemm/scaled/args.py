@@ -34,7 +34,7 @@ class ScaledMatmulFp8Args(NamedTuple):
 
 
 _HALVES = 64
-"""From here on a bucket of rows is half as wide as one of `matmul`."""
+"""Rows from which on a bucket is half as wide as one of `matmul`."""
 
 
 class ScaledBucket(NamedTuple):
@@ -69,12 +69,12 @@ def scaled_bucket(args: ScaledMatmulArgs) -> ScaledBucket:
 def _rows(m: Any) -> int:
     """The bucket of `m` rows: 1, 2, 4, ..., 64, 96, 128, 192, 256, ...
 
-    With powers of two alone the tile of 256 rows served 192, and that of 512 served 384: 9 and 10 % slower than their
-    own (H200, twelve layer shapes, 2026-11).
+    With powers of two alone the tile of 256 rows served 192, and that of 512 served 384: 10 % slower than their own
+    (H200, twelve layer shapes, 2026-11).
     """
-    whole = row_bucket(m)
-    less = whole // 4 * 3
-    return less if whole > _HALVES and hint(m) <= less else whole
+    power = row_bucket(m)
+    smaller = power // 4 * 3
+    return smaller if power > _HALVES and hint(m) <= smaller else power
 
 
 def with_result(args: ScaledMatmulFp8Args, out_dtype: torch.dtype) -> ScaledMatmulArgs:
