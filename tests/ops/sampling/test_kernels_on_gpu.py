@@ -1,7 +1,7 @@
 """The kernels of `kernels/sm90` on a Hopper GPU: every cluster size and block size gives the reference's results.
 
-Rows are random, full of ties, flat, equal, of one number, sorted (the largest all in one block) and spoilt; they begin at
-odd elements, between numbers that would be chosen.
+Rows are random, full of ties, flat, equal, of one number, sorted (the largest all in one block) and spoilt; they begin
+at odd elements, between numbers that would be chosen.
 """
 
 import pytest
@@ -120,12 +120,11 @@ def test_repeats_streams_and_single_rows():
     x = rows("random", n, torch.float32)
     args = arguments(x, tuple(PARAMETERS), 2)
     parameters = dict(zip(PARAMETERS, args[3:7], strict=True))
-    call = lambda rows, backend: ops.sample(
-        *(t[rows] for t in args[:3]),
-        **{k: v[rows] for k, v in parameters.items()},
-        logprobs="model",
-        backend=backend,
-    )
+
+    def call(chosen, backend):
+        own = {name: parameter[chosen] for name, parameter in parameters.items()}
+        return ops.sample(*(t[chosen] for t in args[:3]), **own, logprobs="model", backend=backend)
+
     everything = slice(0, ROWS)
     tokens, logs = (t.clone() for t in call(everything, "cuda"))
     assert torch.equal(call(everything, "triton")[0], tokens)
@@ -148,7 +147,10 @@ def test_a_graph_serves_other_parameters():
     x = rows("random", 50257, torch.bfloat16)
     args = arguments(x, tuple(PARAMETERS), 1)
     parameters = dict(zip(PARAMETERS, args[3:7], strict=True))
-    call = lambda backend: ops.sample(*args[:3], **parameters, logprobs="sampled", backend=backend)  # noqa: E731
+
+    def call(backend):
+        return ops.sample(*args[:3], **parameters, logprobs="sampled", backend=backend)
+
     call("cuda")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
