@@ -53,6 +53,18 @@ def kv_append(draw: Draw, model: Model) -> Sizes:
     return Sizes("kv", sizes, half_or_single(draw), _elements(sizes, 1))
 
 
+def mla_kv_append(draw: Draw, model: Model) -> Sizes | None:
+    """The latents of new tokens, in their dtype and in 656 bytes."""
+    if not model.kv_lora:
+        return None
+    width = {"D": model.kv_lora, "D_pe": model.rope_dim}
+    sizes: dict[str, Any] = {**width, **_sequences(draw), "page_size": draw.pick(PAGE_SIZES)}
+    if width == {"D": 512, "D_pe": 64} and draw.chance(0.4):
+        sizes["cache"] = "e4m3"
+    elements = _elements({**sizes, "H_kv": 1, "D": sum(width.values())}, 1) // 2
+    return Sizes("latents", sizes, half_or_single(draw), elements)
+
+
 def rope_kv_append(draw: Draw, model: Model) -> Sizes:
     """The heads of new tokens, also normalised."""
     sizes = _cache(draw, model)

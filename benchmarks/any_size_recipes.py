@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla, mla_decode
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
-from any_size_kvcache import kv_append, kv_copy_pages, kv_gather, rope_kv_append
+from any_size_kvcache import kv_append, kv_copy_pages, kv_gather, mla_kv_append, rope_kv_append
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
@@ -341,6 +341,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "merge_states": (1, merge_states),
     "mla": (2, mla),
     "mla_decode": (2, mla_decode),
+    "mla_kv_append_": (1, mla_kv_append),
     "per_block_cast_to_fp8": (1, block_cast),
     "per_channel_cast_to_fp8": (1, channel_cast),
     "per_tensor_cast_to_fp8": (1, tensor_cast),

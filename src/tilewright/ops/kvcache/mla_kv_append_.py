@@ -10,12 +10,11 @@ from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.kvcache import checks, layout, mla_samples
-from tilewright.ops.kvcache.mla_layout import LATENT, ROPE, TOKEN_BYTES, is_packed, quantize_mla_cache
+from tilewright.ops.kvcache.mla_layout import LATENT, ROPE, TOKEN_BYTES, is_aligned, is_packed, quantize_mla_cache
 from tilewright.ops.kvcache.samples import EDGE_GRID
 from tilewright.ops.quant.numbers import E4M3
 
 _OP = "mla_kv_append_"
-_VECTOR = 16
 
 
 class MlaKvAppendArgs(NamedTuple):
@@ -30,7 +29,7 @@ class MlaKvAppendArgs(NamedTuple):
 class MlaKvAppendBucket(NamedTuple):
     T: int  # rounded up to a power of two
     D: int
-    packed: int
+    packed: int  # 1: tokens of 656 bytes, 2: at no multiples of 16 bytes
 
 
 @dispatch("mla_kv_append_")
@@ -48,9 +47,9 @@ def mla_kv_append_(
     lengths[b] - n_b + i.  Writes into the cache, as `mla_decode` reads it; returns None.
 
     kv_cache:    (pages, page_size, D_c + D_pe) or (pages, page_size, 1, D_c + D_pe) bf16|fp16|fp32, any strides.
-                 Or of tokens of 656 bytes, uint8|float8_e4m3fn (pages, page_size, 656), whose rows begin at multiples
-                 of 16 bytes: D_c = 512 in e4m3 with a scale, max(amax, 1e-4) / 448, of each 128 numbers, and D_pe = 64
-                 in bfloat16 (`mla_layout`).
+                 Or of tokens of 656 bytes, uint8|float8_e4m3fn (pages, page_size, 656): D_c = 512 in e4m3 with a scale,
+                 max(amax, 1e-4) / 448, of each 128 numbers, and D_pe = 64 in bfloat16 (`mla_layout`).  Triton writes
+                 those that begin at multiples of 16 bytes.
     c_kv, k_pe:  (T, D_c), (T, D_pe), the latents of packed new tokens after their norm, and the rotated parts of their
                  keys after rope, in the cache's dtype; for 656 bytes bf16|fp16|fp32.  Views of one projection are.
     lengths, block_table, cu_seqlens: as in `kv_append_`.  None: contiguous caches (B, capacity, D_c + D_pe).
@@ -99,7 +98,8 @@ def _write(args: MlaKvAppendArgs) -> None:
 def bucket(args: MlaKvAppendArgs) -> MlaKvAppendBucket:
     """The bucket of a call."""
     width = hint(args.c_kv.shape[1]) + hint(args.k_pe.shape[1])
-    return MlaKvAppendBucket(row_bucket(args.c_kv.shape[0]), width, int(is_packed(args.kv_cache)))
+    packed = (1 if is_aligned(args.kv_cache) else 2) if is_packed(args.kv_cache) else 0
+    return MlaKvAppendBucket(row_bucket(args.c_kv.shape[0]), width, packed)
 
 
 FORWARD = RawOp(
@@ -140,9 +140,6 @@ def check(args: MlaKvAppendArgs) -> None:
     if (widths != (LATENT, ROPE)) if packed else sum(widths) != cache.shape[2]:
         needs = f"({LATENT}, {ROPE})" if packed else f"a sum of {cache.shape[2]}"
         raise InputError(f"{_OP}: c_kv and k_pe have {widths} columns, {given}; needs {needs}.")
-    steps = [hint(step) for n, step in zip(cache.shape[:2], cache.stride()[:2], strict=True) if hint(n) > 1]
-    if packed and (hint(cache.stride(2)) != 1 or any(step % _VECTOR for step in steps)):
-        raise InputError(f"{_OP}: {given}, strides {cache.stride()}; its tokens begin at multiples of {_VECTOR} bytes.")
     checks.check_sequences(_OP, cache, tokens, args.lengths, args.block_table, args.cu_seqlens)
     checks.check_numbers(_OP, cache, tokens, args.lengths, args.block_table, args.cu_seqlens)
 

@@ -10,7 +10,9 @@ The form of 656 bytes, which FlashMLA and vLLM read, is
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
+from tilewright.dispatch.bucket import hint
 from tilewright.errors import InputError
 from tilewright.ops.quant import numbers
 
@@ -19,6 +21,8 @@ SCALES = LATENT // GROUP
 SCALES_AT, ROPE_AT = LATENT, LATENT + 4 * SCALES
 TOKEN_BYTES = ROPE_AT + 2 * ROPE
 """656."""
+VECTOR = 16
+"""Bytes at whose multiples kernels expect a packed token: they read its parts as other numbers."""
 
 
 def quantize_mla_cache(kv: Tensor) -> Tensor:
@@ -59,3 +63,11 @@ def dequantize_mla_cache(cache: Tensor, dtype: torch.dtype = torch.bfloat16) -> 
 def is_packed(cache: Tensor) -> bool:
     """Does a tensor hold tokens of 656 bytes?"""
     return cache.dtype in (torch.uint8, numbers.E4M3) and cache.shape[-1] == TOKEN_BYTES
+
+
+def is_aligned(cache: Tensor) -> bool:
+    """Does every row (pages, page_size, bytes) begin at a multiple of 16 bytes, and is it contiguous?"""
+    steps = [hint(step) for n, step in zip(cache.shape[:-1], cache.stride()[:-1], strict=True) if hint(n) > 1]
+    hidden = cache.is_meta or is_fake(cache) or torch._C._functorch.is_functorch_wrapped_tensor(cache)
+    address = hint(cache.storage_offset()) if hidden else cache.data_ptr()
+    return hint(cache.stride(-1)) == 1 and not any(step % VECTOR for step in (address, *steps))

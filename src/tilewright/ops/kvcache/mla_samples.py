@@ -46,7 +46,7 @@ WORKLOADS = (
         for b in (1, 128)
     ),
 )
-CPU_WORKLOADS = (_fwd("small", {**_DEEPSEEK, "page_size": 16, "lengths": [128] * 4, "new": 128}),)
+CPU_WORKLOADS = (_fwd("small", {**_DEEPSEEK, "page_size": None, "lengths": [128] * 4, "new": 128}),)
 EDGE_CASES = (
     _fwd("decode: one new token each, on both sides of a page's end", {**_SMALL, "lengths": [4, 5, 1, 8, 7], "new": 1}),
     _fwd("ragged: more tokens than a program takes", {**_SMALL, "lengths": [9, 3, 30], "new": [9, 0, 23]}),

@@ -44,7 +44,8 @@ def mla_decode(
     page_size, 1, D) in q's dtype, a token's latent joined with its rotated key; its value is its first d_v columns.
     Or of tokens of 656 bytes, uint8|float8_e4m3fn (pages, page_size, 656), for D = 576 and d_v = 512: 512 e4m3, four
     float32 scales of 128 numbers, 64 bf16, as `ops.kvcache.mla_layout.quantize_mla_cache` makes and
-    `dequantize_mla_cache` reads them.  Any page_size; strides are free, the last of 1: another costs a copy.
+    `dequantize_mla_cache` reads them; kernels take those at multiples of 16 bytes.  Any page_size; strides are free,
+    the last of 1: another costs a copy.
     lengths: (B,) int32: tokens of each sequence in the cache, the new ones included.   block_table: (B, max_pages)
     int32: the page of every page_size tokens of a sequence; pages may be shared.  None: the cache is contiguous,
     (B, capacity, D).  Returns o (B, S_q, H, d_v) or (B, H, d_v), in q's dtype; with return_lse also lse (B, S_q, H) or

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.ops.attention.checks import check_scale
-from tilewright.ops.attention.layout import addressable
 from tilewright.ops.kvcache.checks import may_read
 from tilewright.ops.kvcache.mla_layout import LATENT, ROPE, TOKEN_BYTES, is_packed
 from tilewright.ops.rows import FLOATS
@@ -66,15 +65,12 @@ def check(op: str, args: "MlaDecodeArgs") -> None:
     q, cache = args.q, args.kv_cache
     (batch, _, heads, d), (pages, page_size, width) = q.shape, cache.shape
     shapes = f"q is {tuple(q.shape)}, kv_cache {tuple(cache.shape)} {cache.dtype}"
-    if args.is_packed:
-        if (d, args.d_v) != (LATENT + ROPE, LATENT):
-            raise InputError(
-                f"{op}: {shapes}, d_v {args.d_v}; a token of {TOKEN_BYTES} bytes has D = {LATENT + ROPE} and "
-                f"d_v = {LATENT}."
-            )
-        if not addressable(cache):
-            raise InputError(f"{op}: {shapes}, strides {cache.stride()}; its tokens begin at multiples of 16 bytes.")
-    elif d != width or d == 0:
+    if args.is_packed and (d, args.d_v) != (LATENT + ROPE, LATENT):
+        raise InputError(
+            f"{op}: {shapes}, d_v {args.d_v}; a token of {TOKEN_BYTES} bytes has D = {LATENT + ROPE} and "
+            f"d_v = {LATENT}."
+        )
+    if not args.is_packed and (d != width or d == 0):
         raise InputError(f"{op}: {shapes}; they must agree in D, which is at least 1.")
     if type(args.d_v) is not int or not 1 <= args.d_v <= d:
         raise InputError(f"{op}: d_v is {args.d_v!r}; needs 1 to D = {d}: values are the first columns of a token.")

@@ -20,7 +20,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.kvcache.kernels.triton import slots
 from tilewright.ops.kvcache.kernels.triton.slots import token_position, token_slot
 from tilewright.ops.kvcache.mla_kv_append_ import FORWARD, MlaKvAppendArgs, MlaKvAppendBucket
-from tilewright.ops.kvcache.mla_layout import is_packed
+from tilewright.ops.kvcache.mla_layout import TOKEN_BYTES, VECTOR, is_aligned, is_packed
 from tilewright.ops.quant.kernels.triton.numbers import as_stored, encode, inverse, magnitude, scale_of
 from tilewright.ops.quant.numbers import E4M3
 from tilewright.ops.rows import no_float64
@@ -52,6 +52,13 @@ def candidates(bucket: MlaKvAppendBucket, dtype: torch.dtype) -> tuple[Config, .
 
 
 CONFIGS = (Config(1, 2), Config(2, 2), Config(4, 4))
+
+
+def why_not(args: MlaKvAppendArgs) -> str | None:
+    """Why the kernel cannot run, or None."""
+    if is_packed(args.kv_cache) and not is_aligned(args.kv_cache):
+        return f"writes tokens of {TOKEN_BYTES} bytes at multiples of {VECTOR} bytes"
+    return no_float64(*args)
 
 
 @triton.jit
@@ -105,7 +112,7 @@ _kernel = TritonKernel(_mla_kv_append_kernel)
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    why_not=lambda args: no_float64(*args),
+    why_not=why_not,
 )
 def launch(outs: tuple[Tensor, ...], args: MlaKvAppendArgs, config: Config) -> None:
     c_kv, k_pe, packed = args.c_kv, args.k_pe, is_packed(args.kv_cache)

@@ -78,7 +78,7 @@ def attend_kernel(
     WIDTH: tl.constexpr, TWO: tl.constexpr, REST: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, E4M3: tl.constexpr,
     PAGE: tl.constexpr, PAGE_TILES: tl.constexpr, DEPENDENT: tl.constexpr,
-    FIXED: tl.constexpr, SPLITS: tl.constexpr, GAP: tl.constexpr, LEAST: tl.constexpr,
+    FIXED: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(scale * q c^T) c[:, :D_V] and lse over the visible keys of B sequences of S_Q tokens.
@@ -99,7 +99,7 @@ def attend_kernel(
     if FIXED:
         first, last = part // SPLITS, part // SPLITS + 1
     else:
-        begin, end, share = line(lengths, B, tokens_each, capacity, parts, GAP, LEAST, BLOCK_B, BLOCK_N)
+        begin, end, share = line(lengths, B, tokens_each, capacity, parts, LEAST, BLOCK_B, BLOCK_N)
         share_begin = part * share
         share_end = share_begin + share
         first = tl.sum((end <= share_begin).to(tl.int32))
@@ -115,7 +115,7 @@ def attend_kernel(
             tile_end = tl.minimum(tile_begin + each, tiles)
         else:
             tiles = tl.maximum(tl.cdiv(keys_end, BLOCK_N), 1)
-            zero = tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, begin, 0)) + GAP
+            zero = tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, begin, 0))
             tile_begin = tl.maximum(share_begin - zero, 0)
             tile_end = tl.minimum(share_end - zero, tiles)
         is_mine = tile_begin < tile_end

@@ -17,7 +17,7 @@ def combine_kernel(
     partial_acc, partial_stat, o, lse, lengths, sinks,
     B, tokens_each, capacity, row_tiles, parts,
     S_Q: tl.constexpr, H: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
-    FIXED: tl.constexpr, SPLITS: tl.constexpr, GAP: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr,
+    FIXED: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in `attend_kernel`; lengths are those that it read.  Program (i, r): row r of the i-th sequence of
@@ -30,9 +30,9 @@ def combine_kernel(
         place_of, step, count = b * SPLITS, 1, tl.cdiv(tiles, each)
         is_mine = count > 1
     else:
-        begin, end, share = line(lengths, B, tokens_each, capacity, parts, GAP, LEAST, BLOCK_B, BLOCK_N)
+        begin, end, share = line(lengths, B, tokens_each, capacity, parts, LEAST, BLOCK_B, BLOCK_N)
         numbers = tl.arange(0, BLOCK_B)
-        first, last = (begin + GAP) // share, (end - 1) // share
+        first, last = begin // share, (end - 1) // share
         is_split = (numbers < B) & (last > first)
         order = tl.cumsum(is_split.to(tl.int32))
         chosen = is_split & (order == tl.program_id(0) + 1)

@@ -1,9 +1,9 @@
 """Division of latent attention over a KV cache among programs, computed by each of them from the lengths.
 
 The rows of a sequence (tokens times heads, the head fastest) are cut into row tiles, its keys into key tiles.  The key
-tiles of all sequences stand in one line, each sequence behind a gap that counts for what its beginning and end cost;
-the line is cut into equal shares, one for each `part`.  So a program has a few segments, each some key tiles of one
-sequence; all row tiles are cut in the same places, and those of a share run at the same time and read the L2.
+tiles of all sequences stand in one line, which is cut into equal shares, one for each `part`.  So a program has a few
+segments, each some key tiles of one sequence; all row tiles are cut in the same places, and those of a share run at the
+same time and read the L2.
 
 A segment that is not a whole sequence leaves a partial result.  A share has at most two: one that continues a sequence,
 in slot 2 * part, and one that begins one, in slot 2 * part + 1.
@@ -28,15 +28,15 @@ def keys_of(lengths, b, B, tokens_each, capacity):
 @triton.jit
 def line(
     lengths, B, tokens_each, capacity, parts,
-    GAP: tl.constexpr, LEAST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(begin, end, share): where each sequence's gap begins and its last key tile ends, and the length of a share.
+    """(begin, end, share): where the key tiles of each sequence lie in the line, and how many a share has.
 
     A sequence without keys has one key tile, so that somebody writes its results.
     """
     b = tl.arange(0, BLOCK_B)
     tiles = tl.maximum(tl.cdiv(keys_of(lengths, b, B, tokens_each, capacity), BLOCK_N), 1)
-    size = tl.where(b < B, tiles + GAP, 0)
+    size = tl.where(b < B, tiles, 0)
     end = tl.cumsum(size)
     share = tl.maximum(tl.cdiv(tl.sum(size), parts), LEAST)
     return end - size, end, share
