@@ -222,6 +222,7 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
     sizes = (batch, tiles, rows, heads, rows // heads, args.capacity, each)
     map_q = tensor_map(q.flatten(0, 1) if each > 1 else q.flatten(1, 2), (1, _ROWS, _COLUMNS), swizzle=_SWIZZLE)
     box = (1, values.kBoxRows, _COLUMNS)
+    page_units, row_units = (stride * cache.itemsize // VECTOR for stride in plain_strides(cache)[:2])
     KERNEL(
         (blocks,),
         Args(
@@ -240,7 +241,8 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
             0 if table is None else table.stride(0),
             cache.shape[1],
             cache.shape[0],
-            *(stride * cache.itemsize // VECTOR for stride in plain_strides(cache)[:2]),
+            page_units,
+            row_units,
             args.causal,
             *division,
             args.scale,
