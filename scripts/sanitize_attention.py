@@ -56,9 +56,9 @@ LATENT_BACKWARD = (
 )
 # lengths, heads, new tokens, tokens of a page or None, config
 LATENT_DECODE = (
-    ((700, 0, 130), 128, 1, 64, mla_decode_cuda.Config()),  # cut, in clusters
+    ((700, 0, 130), 128, 1, 64, mla_decode_cuda.Config(cost=0)),  # cut
     ((300, 1, 65, 90, 200), 128, 1, 24, mla_decode_cuda.Config(cost=100)),  # whole, one after another
-    ((500, 63), 16, 3, 16, mla_decode_cuda.Config(prefetch=2)),
+    ((500, 63), 16, 3, 16, mla_decode_cuda.Config()),
     ((260, 100), 9, 1, None, mla_decode_cuda.Config()),
 )
 # queries, keys, D, band or PACKED, modified scores, config, and batch, heads and heads of keys if not 2, 4 and 2

@@ -7,13 +7,13 @@
 //   (scores.cuh);
 // - two value warpgroups compute O += P V for half of the columns each; V is the first 512 columns of the same keys
 //   (values.cuh).
-// With 128 rows or more a cluster of two blocks has 128 rows and shares the keys: each block copies half of a tile into both.
 // Work is divided on the device (schedule.cuh); row tiles that were cut are joined by a second kernel (mla_decode_combine.cuh).
 // A tile of 64 rows and 64 keys is 2176 cycles of the tensor cores and about 2000 of the shared memory.  The idea of two
 // column halves that share P is FlashMLA's (DeepSeek-AI 2025), where the halves also compute the scores in turns.
 //
-// Config: kCluster, kQuads, kRopes, kQRegisters, kScoringRegisters, kTail (steps of S of 36 that the right half need not wait for), kLateLeft and kLateRight (steps of P V of four that
-// wait for the next scores), kPrefetch (key tiles that are fetched ahead into the L2), kBoxRows, Element.
+// Config: kQuads, kRopes, kQRegisters, kTail (steps of S of 36 that the right half need not wait for), kLateLeft and
+// kLateRight (steps of P V of four that wait for the next scores), kAhead (key tiles that gathering fetches ahead into the
+// L2), kBoxRows, kPacked, kSparse, Element.
 #pragma once
 
 #include "mla_decode_parts/copies.cuh"
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_dec
     typename Config::Element* o, float* lse, float* partial_o, float* partial_lse, const int* lengths,
     const int* block_table, const int* indices, const float* sinks, int batches, int tiles, int rows, int heads, int s_q,
     int capacity, int each, int table_stride, int page_size, int pages, int page_units, int row_units, bool causal,
-    int clusters, int least, int cost, float scale) {
+    int blocks, int least, int cost, float scale) {
     using Shape = DecodeShape<Config>;
     extern __shared__ __align__(1024) u8 quads[];
     u8* const ropes = quads + Shape::kQuads * kQuadBytes;
@@ -40,54 +40,48 @@ __global__ void __launch_bounds__(DecodeShape<Config>::kThreads, 1) sm90_mla_dec
     __shared__ KeyMasks<Config> masks;
     __shared__ DecodePlace places[Shape::kThreads / 32];
 
-    const u32 role = warp_index() / 4, rank = Shape::kCluster == 1 ? 0 : cluster_rank();
+    const u32 role = warp_index() / 4;
     if (threadIdx.x == 0) {
         barriers.init();
         fence_barrier_init();
         tma_prefetch_descriptor(map_q);
         if (!Shape::kGather) tma_prefetch_descriptor(map_kv);
     }
-    if constexpr (Shape::kCluster == 1) {
-        __syncthreads();
-    } else {
-        cluster_sync();
-    }
+    __syncthreads();
     griddepcontrol_wait();
     launch_dependents();
 
-    const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, each, causal, clusters, least, cost};
-    const int cluster = int(blockIdx.x / Shape::kCluster);
+    const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, each, causal, blocks, least, cost};
+    const int block = int(blockIdx.x);
     if (role == kCopying) {
         warpgroup_reg_dealloc<Shape::kCopyingRegisters>();
         if constexpr (Shape::kGather) {
-            DecodeSchedule schedule(problem, places[warp_index()], cluster);
+            DecodeSchedule schedule(problem, places[warp_index()], block);
             const GatherCache gathered{cache, block_table, indices, table_stride, page_size, pages, page_units, row_units};
             GatherWarpgroup<Config> copies{map_q, gathered, barriers, masks, quads, ropes, slabs_q, warp_index() % 4, lane_index()};
             copies.run(schedule);
         } else if (warp_index() % 4 == 0) {
-            DecodeSchedule schedule(problem, places[warp_index()], cluster);
+            DecodeSchedule schedule(problem, places[warp_index()], block);
             const DecodeCache cache{block_table, table_stride, page_size, pages};
-            CopyWarp<Config> copies{map_q, map_kv, cache, barriers, quads, ropes, slabs_q, lane_index(), rank};
+            CopyWarp<Config> copies{map_q, map_kv, cache, barriers, quads, ropes, slabs_q, lane_index()};
             copies.run(schedule);
         }
     } else if (role == kScoring) {
         if constexpr (Shape::kScoringRegisters > 128) warpgroup_reg_alloc<Shape::kScoringRegisters>();
-        DecodeSchedule schedule(problem, places[warp_index()], cluster);
+        DecodeSchedule schedule(problem, places[warp_index()], block);
         ScoringWarpgroup<Config> scoring{barriers, scales, masks, quads, ropes, slabs_q, slabs_p};
-        scoring.run(schedule, rank, scale, sinks, lse, partial_lse);
+        scoring.run(schedule, scale, sinks, lse, partial_lse);
     } else {
         warpgroup_reg_alloc<Shape::kValueRegisters>();
-        DecodeSchedule schedule(problem, places[warp_index()], cluster);
+        DecodeSchedule schedule(problem, places[warp_index()], block);
         if (role == kLeft) {
             ValueWarpgroup<Config, 0> values{barriers, scales, quads, slabs_p};
-            values.run(schedule, rank, o, partial_o);
+            values.run(schedule, o, partial_o);
         } else {
             ValueWarpgroup<Config, 1> values{barriers, scales, quads, slabs_p};
-            values.run(schedule, rank, o, partial_o);
+            values.run(schedule, o, partial_o);
         }
     }
-    // A block's copies and releases reach into the other one
-    if constexpr (Shape::kCluster > 1) cluster_sync();
 }
 
 }  // namespace tilewright

@@ -1,6 +1,6 @@
 """mla_decode in CUDA C++ for Hopper: blocks of 64 query rows over tiles of 64 keys, O in two warpgroups' registers.
 
-Bytes: each key once from the L2 for 128 query rows, 1152 of them, and q and o.  128 sequences of 4096 tokens with 128
+Bytes: each key once from the L2 for 64 query rows, 1152 of them, and q and o.  128 sequences of 4096 tokens with 128
 heads: 604 MB, 137 us at 4.4 TB/s, and 146 GFLOP, 183 us at 800 TFLOP/s; with 16 heads the bytes are the bound.
 `mla_decode.cuh` says how the work of a block is divided, `mla_decode_parts/schedule.cuh` how that of a launch is.
 """
@@ -35,33 +35,27 @@ _COMBINE_WARPS = 4096  # about as many as run at once
 class Config(NamedTuple):
     """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q, of
     nine, in registers.   late_left, late_right: steps of P V, of four, that wait for all but the last `tail` steps of
-    the next scores.   prefetch: key tiles fetched ahead into the L2.   least: key tiles of a share, where row tiles may
-    be cut; cost: key tiles that cutting costs.   pair: two blocks share their keys, where both have rows.
+    the next scores.   least: key tiles of a share, where row tiles may be cut; cost: key tiles that cutting costs.
     """
 
     quads: int = 5
     ropes: int = 2
-    q_registers: int = 5
-    early: bool = True
+    q_registers: int = 6
     tail: int = 8
     late_left: int = 0
     late_right: int = 4
-    prefetch: int = 0
-    least: int = 2
-    cost: int = 6
-    pair: bool = True
+    least: int = 4
+    cost: int = 12
 
 
 class Params(NamedTuple):
-    kCluster: int
     kQuads: int
     kRopes: int
     kQRegisters: int
-    kEarly: bool
     kTail: int
     kLateLeft: int
     kLateRight: int
-    kPrefetch: int
+    kAhead: int
     kBoxRows: int
     kPacked: bool
     kSparse: bool
@@ -93,7 +87,7 @@ class Args(NamedTuple):
     page_units: I32
     row_units: I32
     causal: bool
-    clusters: I32
+    blocks: I32
     least: I32
     cost: I32
     scale: F32
@@ -119,10 +113,9 @@ class CombineArgs(NamedTuple):
     capacity: I32
     each: I32
     causal: bool
-    clusters: I32
+    blocks: I32
     least: I32
     cost: I32
-    cluster_size: I32
     warps_each: I32
 
 
@@ -144,15 +137,13 @@ def params(args: MlaDecodeArgs, config: Config) -> Params:
     gathers = gathered(args)
     whole = args.block_table is None or gathers
     return Params(
-        kCluster=cluster_of(args, config),
         kQuads=config.quads,
         kRopes=_GATHER_ROPES if gathers else config.ropes,
         kQRegisters=_GATHER_Q_REGISTERS if gathers else config.q_registers,
-        kEarly=config.early,
         kTail=config.tail,
         kLateLeft=config.late_left,
         kLateRight=config.late_right,
-        kPrefetch=_GATHER_AHEAD if gathers else config.prefetch,
+        kAhead=_GATHER_AHEAD if gathers else 0,
         kBoxRows=_ROWS if whole else gcd(args.kv_cache.shape[1], _ROWS),
         kPacked=args.is_packed,
         kSparse=args.indices is not None,
@@ -168,11 +159,6 @@ def gathered(args: MlaDecodeArgs) -> bool:
 def rows_of(args: MlaDecodeArgs) -> int:
     """Query rows that share their keys."""
     return args.q.shape[2] * (1 if args.indices is not None else args.q.shape[1])
-
-
-def cluster_of(args: MlaDecodeArgs, config: Config) -> int:
-    """Blocks that share the copies of keys: two, where both have rows."""
-    return 2 if config.pair and not gathered(args) and -(-rows_of(args) // _ROWS) % 2 == 0 else 1
 
 
 def why_not(args: MlaDecodeArgs) -> str | None:
@@ -204,8 +190,7 @@ def _bytes_spanned(t: Tensor) -> int:
     return sum((n - 1) * stride for n, stride in zip(t.shape, plain_strides(t), strict=True)) * t.itemsize
 
 
-_SHARED = (Config(), Config(prefetch=4), Config(late_left=2), Config(q_registers=5))
-CONFIGS = _SHARED
+CONFIGS = (Config(), Config(late_right=0), Config(tail=0), Config(q_registers=5))
 """Every config that `configure` and `candidates` can return."""
 
 
@@ -226,21 +211,20 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
     (o, lse), q, cache, table = outs, args.q, args.kv_cache, args.block_table
     (batch, tokens, heads, _), rows, values = q.shape, rows_of(args), params(args, config)
     each = tokens if args.indices is not None else 1
-    batch, cluster = batch * each, values.kCluster
-    tiles = -(-rows // (_ROWS * cluster))
-    clusters = max(usable_sms(q.device) // cluster, 1)
+    batch, tiles, blocks = batch * each, -(-rows // _ROWS), usable_sms(q.device)
     least = 0 if args.batch_invariant or args.capacity <= config.least * _ROWS else config.least
     if not least:
-        clusters = min(clusters, batch * tiles)
-    slots = 2 * clusters * cluster * _ROWS if least else 1
+        blocks = min(blocks, batch * tiles)
+    slots = 2 * blocks * _ROWS if least else 1
     partial_o = scratch((slots, _D_V), torch.float32, q.device)
     partial_lse = scratch((slots,), torch.float32, q.device)
-    division = (clusters, least, config.cost)
+    division = (blocks, least, config.cost)
     sizes = (batch, tiles, rows, heads, rows // heads, args.capacity, each)
     map_q = tensor_map(q.flatten(0, 1) if each > 1 else q.flatten(1, 2), (1, _ROWS, _COLUMNS), swizzle=_SWIZZLE)
     box = (1, values.kBoxRows, _COLUMNS)
+    page_units, row_units = (stride * cache.itemsize // VECTOR for stride in plain_strides(cache)[:2])
     KERNEL(
-        (clusters * cluster,),
+        (blocks,),
         Args(
             map_q,
             map_q if gathered(args) else tensor_map(cache, box, swizzle=_SWIZZLE),
@@ -257,7 +241,8 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
             0 if table is None else table.stride(0),
             cache.shape[1],
             cache.shape[0],
-            *(stride * cache.itemsize // VECTOR for stride in plain_strides(cache)[:2]),
+            page_units,
+            row_units,
             args.causal,
             *division,
             args.scale,
@@ -265,11 +250,10 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
         values,
         block=_THREADS,
         shared_bytes=shared_bytes(values),
-        cluster=(cluster, 1, 1) if cluster > 1 else None,
     )
     if not least:
         return
-    cut, cut_rows = min(batch * tiles, clusters - 1), min(rows, cluster * _ROWS)
+    cut, cut_rows = min(batch * tiles, blocks - 1), min(rows, _ROWS)
     warps = _COMBINE_THREADS // 32
     warps_each = min(warps, 1 << max(0, (_COMBINE_WARPS // (cut * cut_rows)).bit_length() - 1))
     COMBINE(
@@ -284,7 +268,6 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
             *sizes,
             args.causal,
             *division,
-            cluster,
             warps_each,
         ),
         CombineParams(_COMBINE_THREADS, q.dtype),

@@ -23,7 +23,7 @@ struct SplitTile {
     bool split;
 
     __device__ SplitTile(const DecodeProblem& problem, int share, int index) {
-        const bool by_tile = problem.batches * problem.tiles < problem.clusters;
+        const bool by_tile = problem.batches * problem.tiles < problem.blocks;
         batch = tile = first = count = part = parts = 0, split = false;
         if (share == 0) return;
         if (by_tile) {
@@ -53,12 +53,12 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads) sm90_mla_decode_combine(
     const float* partial_o, const float* partial_lse, typename Config::Element* o, float* lse, const int* lengths,
     const float* sinks, int batches, int tiles, int rows, int heads, int s_q, int capacity, int each, bool causal,
-    int clusters, int least, int cost, int cluster_size, int warps_each) {
+    int blocks, int least, int cost, int warps_each) {
     using Element = typename Config::Element;
     constexpr int kWarps = Config::kThreads / 32, kDv = 512, kVectors = kDv / 128;
     __shared__ float weights[kWarps][kMostParts];
     __shared__ float4 sums[kWarps][kVectors][32];
-    const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, each, causal, clusters, least, cost};
+    const DecodeProblem problem{lengths, batches, tiles, rows, heads, s_q, capacity, each, causal, blocks, least, cost};
     const int share = DecodePlan(problem).share;
     const SplitTile split(problem, share, int(blockIdx.x));
     griddepcontrol_wait();
@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(Config::kThreads) sm90_mla_decode_combine(
 
     // A row for each `warps_each` warps, which share its parts
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32), turn = warp % warps_each;
-    const int r = (int(blockIdx.y) * kWarps + warp) / warps_each, row = split.tile * cluster_size * 64 + r;
-    const bool exists = r < cluster_size * 64 && row < rows;
-    const auto row_of = [&](int i) { return i64(split.slot(i, share)) * cluster_size * 64 + r; };
+    const int r = (int(blockIdx.y) * kWarps + warp) / warps_each, row = split.tile * 64 + r;
+    const bool exists = r < 64 && row < rows;
+    const auto row_of = [&](int i) { return i64(split.slot(i, share)) * 64 + r; };
     float4 sum[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) sum[v] = make_float4(0, 0, 0, 0);

@@ -1,8 +1,7 @@
 // The copying warp: q of each segment, then its key tiles, through the ring of quads and that of rotated parts.
 //
 // Pages: a slab is copied in boxes of kBoxRows rows, each inside of one page; a lane of the warp has one or two boxes and copies
-// them for all slabs.  A box behind the length is asked for in a page that does not exist, and is filled with zeros.  In a
-// cluster each block copies half of the slabs, into the shared memory of both.
+// them for all slabs.  A box behind the length is asked for in a page that does not exist, and is filled with zeros.
 #pragma once
 
 #include "schedule.cuh"
@@ -17,7 +16,7 @@ struct DecodeCache {
 
 template <typename Config> struct CopyWarp {
     using Shape = DecodeShape<Config>;
-    static constexpr u32 kBoxes = Shape::kBoxes, kEach = (kBoxes + 31) / 32, kCluster = Shape::kCluster;
+    static constexpr u32 kBoxes = Shape::kBoxes, kEach = (kBoxes + 31) / 32;
     static constexpr u32 kLanes = kBoxes < 32 ? kBoxes : 32, kMask = ~0u >> (32 - kLanes);  // that have a box
 
     const TensorMap& map_q;
@@ -27,7 +26,7 @@ template <typename Config> struct CopyWarp {
     u8* quads;
     u8* ropes;
     u8* slabs_q;
-    u32 lane, rank;
+    u32 lane;
     Ring<Shape::kQuads> quad;
     Ring<Shape::kRopes> rope;
     int page[kEach], row[kEach];  // of this lane's boxes
@@ -56,7 +55,7 @@ template <typename Config> struct CopyWarp {
         }
     }
 
-    // Slabs [slab, slab + kCount) of the key tile to `to`; in a cluster from one block to both.
+    // Slabs [slab, slab + kCount) of the key tile to `to`.
     template <u32 kCount> __device__ void load(u8* to, Barrier& full, u32 slab) {
 #pragma unroll
         for (u32 i = 0; i < kEach; ++i) {
@@ -64,48 +63,21 @@ template <typename Config> struct CopyWarp {
 #pragma unroll
             for (u32 s = 0; s < kCount; ++s) {
                 u8* const smem = to + s * kSlabBytes + box * Shape::kBoxRows * kRowBytes;
-                const int column = int(slab + s) * 64;
-                if constexpr (kCluster == 1) {
-                    tma_load(smem, map_kv, full, column, row[i], page[i], CacheHint::EvictFirst);
-                } else {
-                    tma_load_multicast(smem, map_kv, full, u16(3), column, row[i], page[i], CacheHint::EvictFirst);
-                }
+                tma_load(smem, map_kv, full, int(slab + s) * 64, row[i], page[i], CacheHint::EvictFirst);
             }
         }
     }
 
-    // The part of a quad that this block copies.
     __device__ void load_quad(u32 first) {
-        u8* const to = quads + quad.stage * kQuadBytes;
         Barrier& full = barriers.quad_full[quad.stage];
         acquire(full, barriers.quad_empty[quad.stage], quad.parity, kQuadBytes);
-        constexpr u32 kPart = 4 / kCluster;
-        const u32 part = kCluster == 1 ? 0 : rank * kPart;
-        load<kPart>(to + part * kSlabBytes, full, first + part);
+        load<4>(quads + quad.stage * kQuadBytes, full, first);
         quad.advance();
-    }
-
-    // Fetches the same parts of a later key tile into the L2.
-    __device__ void prefetch(int n) const {
-#pragma unroll
-        for (u32 i = 0; i < kEach; ++i) {
-            if (page[i] >= cache.pages) continue;
-            if constexpr (kCluster == 1) {
-#pragma unroll
-                for (u32 s = 0; s < 9; ++s) tma_prefetch_l2(map_kv, int(s) * 64, row[i], page[i]);
-            } else {
-#pragma unroll
-                for (u32 s = 0; s < 4; ++s) {
-                    tma_prefetch_l2(map_kv, int(s / 2 * 4 + rank * 2 + s % 2) * 64, row[i], page[i]);
-                }
-                if (u32(n) % 2 == rank) tma_prefetch_l2(map_kv, 512, row[i], page[i]);
-            }
-        }
     }
 
     __device__ void load_q(const DecodeSegment& segment, u32 parity) {
         constexpr u32 kRest = Shape::kQRegisters - 4;
-        const int first_row = (segment.tile * int(kCluster) + int(rank)) * 64;
+        const int first_row = segment.tile * 64;
         const auto slab = [&](u8* to, Barrier& full, u32 s) {
             if (is_first()) tma_load(to, map_q, full, int(s) * 64, first_row, segment.batch, CacheHint::EvictFirst);
         };
@@ -121,18 +93,13 @@ template <typename Config> struct CopyWarp {
     }
 
     __device__ void copy(const DecodeSegment& segment, u32 parity) {
-        constexpr int kAhead = Config::kPrefetch;
         load_q(segment, parity);
         for (int n = segment.begin; n < segment.end; ++n) {
-            if (kAhead > 0 && n + kAhead < segment.end) {
-                find(segment.batch, segment.length, (n + kAhead) * 64);
-                prefetch(n + kAhead);
-            }
             find(segment.batch, segment.length, n * 64);
             load_quad(0), load_quad(4);
             Barrier& full = barriers.rope_full[rope.stage];
             acquire(full, barriers.rope_empty[rope.stage], rope.parity, kSlabBytes);
-            if (kCluster == 1 || u32(n) % kCluster == rank) load<1>(ropes + rope.stage * kSlabBytes, full, 8);
+            load<1>(ropes + rope.stage * kSlabBytes, full, 8);
             rope.advance();
         }
     }

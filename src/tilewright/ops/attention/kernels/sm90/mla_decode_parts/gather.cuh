@@ -54,7 +54,7 @@ template <typename Config> struct GatherWarpgroup {
     static constexpr u32 kStep = 256, kSteps = (kPacked ? 1 : 2) * Shape::kDv / kStep, kQuadSteps = kSteps / 2;
     static constexpr u32 kRopeAt = kPacked ? Shape::kDv + 16 : 2 * Shape::kDv, kScalesAt = Shape::kDv;
     static constexpr u32 kNone = ~0u, kTokenBytes = kPacked ? 656 : 2 * Shape::kD;
-    static constexpr int kAhead = Config::kPrefetch;
+    static constexpr int kAhead = Config::kAhead;
 
     const TensorMap& map_q;
     GatherCache cache;

@@ -1,7 +1,7 @@
-// Which key tiles of which rows a cluster attends to, computed on the device from the lengths.
+// Which key tiles of which rows a block attends to, computed on the device from the lengths.
 //
-// A row tile is 64 query rows (tokens times heads, the head fastest) for each block of a cluster.  Work is counted in units, one
-// key tile of one row tile, numbered row tile by row tile.  Either clusters take whole row tiles in turns, or, where
+// A row tile is 64 query rows (tokens times heads, the head fastest).  Work is counted in units, one
+// key tile of one row tile, numbered row tile by row tile.  Either blocks take whole row tiles in turns, or, where
 // that would leave many of them idle at the end, each takes an equal share of consecutive units: then a row tile may be cut
 // into parts, which leave partial results in slots that the combine kernel reads.
 #pragma once
@@ -17,7 +17,7 @@ struct DecodeProblem {
     int heads, s_q, capacity;
     int each;            // entries of `batches` that share a length: the tokens of a sequence, if each has its own keys
     bool causal;
-    int clusters;        // that share the work
+    int blocks;        // that share the work
     int least, cost;     // units of a share at least; units that splitting costs.  least = 0: whole row tiles always
 
     __device__ int length(int b) const { return lengths == nullptr ? capacity : min(max(lengths[b / each], 0), capacity); }
@@ -27,7 +27,7 @@ struct DecodeProblem {
 
 // All lanes of a warp compute it together.
 struct DecodePlan {
-    int share;  // units of a cluster; 0: whole row tiles
+    int share;  // units of a block; 0: whole row tiles
 
     __device__ explicit DecodePlan(const DecodeProblem& problem) {
         int total = 0, most = 0;
@@ -38,8 +38,8 @@ struct DecodePlan {
         total = int(__reduce_add_sync(~0u, u32(total))) * problem.tiles;
         most = int(__reduce_max_sync(~0u, u32(most)));
         const int row_tiles = problem.batches * problem.tiles;
-        const int turns = (row_tiles + problem.clusters - 1) / problem.clusters;
-        const int even = max((total + problem.clusters - 1) / problem.clusters, problem.least);
+        const int turns = (row_tiles + problem.blocks - 1) / problem.blocks;
+        const int even = max((total + problem.blocks - 1) / problem.blocks, problem.least);
         share = problem.least == 0 || turns * most <= even + problem.cost ? 0 : even;
     }
 };
@@ -92,18 +92,18 @@ struct DecodePlace {
 struct DecodeSchedule {
     const DecodeProblem& problem;
     DecodePlace& place;
-    int cluster;
+    int block;
 
-    __device__ DecodeSchedule(const DecodeProblem& problem, DecodePlace& place, int cluster)
-        : problem(problem), place(place), cluster(cluster) {
+    __device__ DecodeSchedule(const DecodeProblem& problem, DecodePlace& place, int block)
+        : problem(problem), place(place), block(block) {
         DecodePlace start;
         start.share = DecodePlan(problem).share;
         if (start.share > 0) {
-            const UnitPlace at(problem, cluster * start.share);
+            const UnitPlace at(problem, block * start.share);
             start.batch = at.batch, start.tile = at.tile, start.first = at.first;
-            start.unit = cluster * start.share, start.end = start.unit + start.share;
+            start.unit = block * start.share, start.end = start.unit + start.share;
         } else {
-            start.batch = cluster / problem.tiles, start.tile = cluster % problem.tiles;
+            start.batch = block / problem.tiles, start.tile = block % problem.tiles;
             start.unit = start.first = start.end = 0;
         }
         keep(start);
@@ -128,7 +128,7 @@ struct DecodeSchedule {
         if (at.share > 0) {
             segment.begin = at.unit - at.first, segment.end = min(n, at.end - at.first);
             const bool whole = segment.begin == 0 && segment.end == n;
-            segment.slot = whole ? -1 : 2 * cluster + (at.unit == cluster * at.share ? 0 : 1);
+            segment.slot = whole ? -1 : 2 * block + (at.unit == block * at.share ? 0 : 1);
             at.unit = at.first + segment.end;
             if (segment.end == n) {
                 at.first += n;
@@ -136,7 +136,7 @@ struct DecodeSchedule {
             }
         } else {
             segment.begin = 0, segment.end = n, segment.slot = -1;
-            at.tile += problem.clusters;
+            at.tile += problem.blocks;
             at.batch += at.tile / problem.tiles, at.tile %= problem.tiles;
         }
         keep(at);

@@ -4,7 +4,6 @@
 // bytes as K, and with the values' the 128 bytes a cycle that shared memory delivers would be the bound.
 #pragma once
 
-#include <tilewright/cluster.cuh>
 #include <tilewright/epilogue.cuh>
 #include <tilewright/wgmma_rs.cuh>
 
@@ -103,15 +102,12 @@ template <typename Config> struct ScoringWarpgroup {
         }
     }
 
-    // lse: of whole row tiles (batches * rows); partial_lse: (slot, block, 64)
-    __device__ void run(DecodeSchedule& schedule, u32 rank, float scale, const float* sinks, float* lse, float* partial_lse) {
+    // lse: of whole row tiles (batches * rows); partial_lse: (slot, 64)
+    __device__ void run(DecodeSchedule& schedule, float scale, const float* sinks, float* lse, float* partial_lse) {
         const DecodeProblem& problem = schedule.problem;
         const u64 desc_q = wgmma_descriptor<kRowBytes>(slabs_q), desc_quads = wgmma_descriptor<kRowBytes>(quads);
         const u64 desc_ropes = wgmma_descriptor<kRowBytes>(ropes);
         const float c = scale * kLog2E, slack = kSlack / c;
-        // Where this lane's row of P lies for stmatrix: matrices 0 and 1 are upper and lower eight rows, 2 and 3 eight columns on
-        const u32 lane = threadIdx.x % 32, lane_row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
-        const u32 row_offset = lane_row * kRowBytes, row_chunk = lane / 16 * 16 ^ lane_row % 8 * 16;
         u32 q_parity = 0;
         for (; schedule.next(); q_parity ^= 1) {
             const DecodeSegment& segment = schedule.segment();
@@ -126,28 +122,31 @@ template <typename Config> struct ScoringWarpgroup {
                     load_slab(q + 16 * s, quads + quad.stage * kQuadBytes + s % 4 * kSlabBytes);
                 }
                 __syncwarp();
-                release_stage<Shape::kCluster>(barriers.quad_empty[quad.stage]);
+                release_stage(barriers.quad_empty[quad.stage]);
                 quad.advance();
             }
             barriers.q_full.wait(q_parity);
 
             const auto row_of = [&](u32 h) {
-                return (segment.tile * int(Shape::kCluster) + int(rank)) * 64 + int(fragment_row() + 8 * h);
+                return segment.tile * 64 + int(fragment_row() + 8 * h);
             };
             const int all_see = problem.causal ? segment.length - problem.s_q + 1 : segment.length;  // keys that all rows see
 
             OnlineSoftmax<kScores> softmax;
             softmax.reset();
             float s[kScores];
-            u32 rounded[kScores / 2];
-            // S of key tile n to P in registers; true if O must be rescaled
-            const auto softmax_step = [&](int n) {
+            for (int n = segment.begin; n <= last; ++n) {
+                const u32 rope_stage = rope.stage;
+                multiply(s, q, desc_q, desc_quads, desc_ropes);
                 wgmma_wait<(kTail > 0)>();
                 if (lane_index() == 0) barriers.s_done[p.stage].arrive();
                 wgmma_wait<0>(s);
-                if constexpr (Config::kSparse) hide_unseen(s, rope.stage);
-                release_stage<Shape::kCluster>(barriers.rope_empty[rope.stage]);
+                if constexpr (Config::kSparse) hide_unseen(s, rope_stage);
+                release_stage(barriers.rope_empty[rope_stage]);
                 rope.advance();
+                if (n == last && lane_index() == 0) barriers.q_empty.arrive();
+
+                // Mask and softmax
                 if ((n + 1) * 64 > all_see) {
                     const int column = n * 64 + int(fragment_column());
                     int end[2];
@@ -162,36 +161,17 @@ template <typename Config> struct ScoringWarpgroup {
                     }
                 }
                 const bool rescale = softmax.step(s, c, slack);
-#pragma unroll
-                for (u32 i = 0; i < kScores / 2; ++i) rounded[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
-                return rescale;
-            };
-            // P to shared memory, once the stage is free
-            const auto write_p = [&](bool rescale) {
+
+                // P, once the stage is free
                 barriers.p_empty[p.stage].wait(p.parity ^ 1);
                 if (lane_index() == 0) scales.needed[p.stage][threadIdx.x / 32 % 4] = rescale;
                 if (rescale) write_factors(softmax.alpha);
-                const u32 slab = shared_address(slabs_p + p.stage * kSlabBytes) + row_offset;
+                const u32 slab = shared_address(slabs_p + p.stage * kSlabBytes);
 #pragma unroll
-                for (u32 j = 0; j < kScores / 8; ++j) {
-                    const u32* const r = rounded + 4 * j;
-                    stmatrix_x4(slab + (row_chunk ^ 32 * j), r[0], r[1], r[2], r[3]);
-                }
+                for (u32 j = 0; j < kScores / 8; ++j) stage_columns<Element, kRowBytes>(s + 8 * j, slab, 32 * j);
                 fence_proxy_async_shared();
                 pass();
-            };
-
-            multiply(s, q, desc_q, desc_quads, desc_ropes);
-            for (int n = segment.begin; n < last; ++n) {
-                const bool rescale = softmax_step(n);
-                // The next scores are issued before P is written: the tensor cores wait for them
-                if (Config::kEarly) multiply(s, q, desc_q, desc_quads, desc_ropes);
-                write_p(rescale);
-                if (!Config::kEarly) multiply(s, q, desc_q, desc_quads, desc_ropes);
             }
-            const bool rescale = softmax_step(last);
-            if (lane_index() == 0) barriers.q_empty.arrive();
-            write_p(rescale);
 
             // The factors that normalise O, as one more stage, and lse
             float norm[2];
@@ -207,7 +187,7 @@ template <typename Config> struct ScoringWarpgroup {
                     if (whole) {
                         lse[i64(segment.batch) * problem.rows + row] = row_lse;
                     } else {
-                        partial_lse[(segment.slot * Shape::kCluster + rank) * 64 + fragment_row() + 8 * h] = row_lse;
+                        partial_lse[segment.slot * 64 + fragment_row() + 8 * h] = row_lse;
                     }
                 }
             }

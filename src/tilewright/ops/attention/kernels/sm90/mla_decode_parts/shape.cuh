@@ -17,7 +17,6 @@ enum Role : u32 { kScoring = 0, kLeft = 1, kRight = 2, kCopying = 3 };
 template <typename Config> struct DecodeShape {
     using Element = typename Config::Element;
     static constexpr u32 kThreads = 512, kD = 576, kDv = 512, kM = 64, kN = 64;
-    static constexpr u32 kCluster = Config::kCluster;  // blocks that share their keys, each with 64 rows of q
     static constexpr u32 kQuads = Config::kQuads, kRopes = Config::kRopes;
     static constexpr u32 kPStages = 2;
     // Slabs of q in registers of the scoring warpgroup; the others stay in shared memory, the rotated part last
@@ -26,9 +25,7 @@ template <typename Config> struct DecodeShape {
     static constexpr u32 kBoxRows = Config::kBoxRows, kBoxes = kN / kBoxRows;  // boxes of a slab: a page each, or a part
     static constexpr u32 kShared = kQuads * kQuadBytes + (kRopes + kQSlabs + kPStages) * kSlabBytes;
     static_assert(sizeof(Element) == 2, "bfloat16 or float16");
-    static_assert(kCluster == 1 || kCluster == 2, "a slab is loaded by one of two blocks");
     static constexpr bool kGather = Config::kPacked || Config::kSparse;  // each row of keys has an address (gather.cuh)
-    static_assert(!kGather || kCluster == 1, "blocks that gather do so alone");
     static_assert(kQRegisters >= 4 && kQRegisters < 8, "the left quad of q, and a part of the right one");
     static_assert(kQuads >= 5, "two key tiles are in use, and one quad is being loaded");
     static_assert(kN % kBoxRows == 0, "a box lies in one page");
@@ -46,8 +43,8 @@ template <typename Config> struct DecodeBarriers {
 
     __device__ void init() {
         constexpr u32 kWriters = Shape::kGather ? 4 : 1;
-        for (u32 i = 0; i < Shape::kQuads; ++i) quad_full[i].init(kWriters), quad_empty[i].init(4 * Shape::kCluster);
-        for (u32 i = 0; i < Shape::kRopes; ++i) rope_full[i].init(kWriters), rope_empty[i].init(4 * Shape::kCluster);
+        for (u32 i = 0; i < Shape::kQuads; ++i) quad_full[i].init(kWriters), quad_empty[i].init(4);
+        for (u32 i = 0; i < Shape::kRopes; ++i) rope_full[i].init(kWriters), rope_empty[i].init(4);
         q_full.init(1), q_empty.init(4);
         for (u32 i = 0; i < Shape::kPStages; ++i) p_full[i].init(4), p_empty[i].init(8), s_done[i].init(4);
     }
@@ -65,13 +62,9 @@ template <typename Config> struct KeyMasks {
     u32 seen[DecodeShape<Config>::kRopes][4];
 };
 
-// Releases a stage that this warp has read, in all blocks of the cluster whose copies write it.
-template <u32 kCluster> __device__ inline void release_stage(Barrier& empty) {
-    if constexpr (kCluster == 1) {
-        if (lane_index() == 0) empty.arrive();
-    } else {
-        if (lane_index() < kCluster) empty.arrive_remote_after_reads(lane_index());
-    }
+// Releases a stage that this warp has read.
+__device__ inline void release_stage(Barrier& empty) {
+    if (lane_index() == 0) empty.arrive();
 }
 
 }  // namespace tilewright

@@ -49,8 +49,8 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
         if (lane_index() == 0) barriers.p_empty[p.stage].arrive();
     }
 
-    // o: (batches * rows, 512); partial_o: (slot, block, 64, 512)
-    __device__ void run(DecodeSchedule& schedule, u32 rank, Element* o, float* partial_o) {
+    // o: (batches * rows, 512); partial_o: (slot, 64, 512)
+    __device__ void run(DecodeSchedule& schedule, Element* o, float* partial_o) {
         const DecodeProblem& problem = schedule.problem;
         const u64 desc_p = wgmma_descriptor<kRowBytes>(slabs_p);
         const u64 desc_v = wgmma_descriptor<kRowBytes>(quads, 8 * kRowBytes, kSlabBytes);
@@ -90,7 +90,7 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                 wgmma_wait<0>();
 #pragma unroll
                 for (u32 i = 0; i < kParts; ++i) wgmma_wait<0>(acc[i]);
-                release_stage<Shape::kCluster>(barriers.quad_empty[quad.stage]);
+                release_stage(barriers.quad_empty[quad.stage]);
                 quad.advance();
                 if (kHalf == 0) quad.advance();
                 release_p();
@@ -102,7 +102,7 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
             rescale(acc);
             release_p();
             p.advance();
-            const int tile_row = (segment.tile * int(Shape::kCluster) + int(rank)) * 64 + int(fragment_row());
+            const int tile_row = segment.tile * 64 + int(fragment_row());
             const u32 column = kHalf * kColumns + fragment_column();
 #pragma unroll
             for (u32 h = 0; h < 2; ++h) {
@@ -115,7 +115,7 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                         *reinterpret_cast<u32*>(out + 8 * j) = pack<Element>(at(acc, 4 * j + 2 * h), at(acc, 4 * j + 2 * h + 1));
                     }
                 } else {
-                    const i64 place = (segment.slot * i64(Shape::kCluster) + rank) * 64 + fragment_row() + 8 * h;
+                    const i64 place = i64(segment.slot) * 64 + fragment_row() + 8 * h;
                     float* const out = partial_o + place * Shape::kDv + column;
 #pragma unroll
                     for (u32 j = 0; j < kAcc / 4; ++j) {
