@@ -96,16 +96,16 @@ def ring(unit: Unit, rows: int, warps: int, blocks: int, cluster: int) -> Config
 def space(unit: Unit, rows: int) -> Iterable[Config]:
     """Blocks of eight warps, or of four, one or two on a multiprocessor, with equal shares, and in clusters."""
     for warps, blocks in ((8, 1), (4, 1), (4, 2)):
-        found = ring(unit, rows, warps, blocks, 1)
-        if found is not None:
-            yield found
+        config = ring(unit, rows, warps, blocks, 1)
+        if config is not None:
+            yield config
     for cluster in CLUSTERS:
         # Of four warps two blocks fit: then 16 find room in any part of the GPU, 4 to 6 % faster than of eight (H100)
         shapes = ((4, 2), (8, 1)) if cluster == max(CLUSTERS) else ((8, 1), (4, 2))
         for warps, blocks in shapes:
-            found = ring(unit, rows, warps, blocks, cluster)
-            if found is not None:
-                yield found._replace(shares=1)
+            config = ring(unit, rows, warps, blocks, cluster)
+            if config is not None:
+                yield config._replace(shares=1)
 
 
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
@@ -117,8 +117,8 @@ def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     if not 0 < rows * bucket.D <= _MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
         return ()
     one = bucket.B == 1 and bucket.S_q > 0
-    found = space(unit_of(bucket.D, bucket.cache, dtype), rows)
-    return tuple(c for c in found if c.cluster == 1 or (one and bucket.H_kv * c.cluster <= _PROCESSORS))
+    choices = space(unit_of(bucket.D, bucket.cache, dtype), rows)
+    return tuple(c for c in choices if c.cluster == 1 or (one and bucket.H_kv * c.cluster <= _PROCESSORS))
 
 
 def unit_of(width: int, cache: int, dtype: torch.dtype) -> Unit:
@@ -128,8 +128,8 @@ def unit_of(width: int, cache: int, dtype: torch.dtype) -> Unit:
 
 def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config | None:
     """The candidate of least predicted time; the first of equals."""
-    found = candidates(bucket, dtype)
-    return min(found, key=lambda config: predicted_us(bucket, dtype, config)) if found else None
+    choices = candidates(bucket, dtype)
+    return min(choices, key=lambda config: predicted_us(bucket, dtype, config)) if choices else None
 
 
 def predicted_us(bucket: PagedBucket, dtype: torch.dtype, config: Config) -> float:
