@@ -44,7 +44,8 @@ class Config(NamedTuple):
     few_rows: bool
 
 
-MOST_IN_SMALL_TILES = 256
+MOST_RANDOM, LONG_K = 256, 4096  # rows of an expert, and a K, from which a choice of tiles differs
+MN_MAJOR_B = (1, 2)  # the layouts nn and tn
 MOST_ROWS = 1024  # of an expert, that a choice tells from more
 CONFIGS = tuple(
     Config(1 << power, few) for power in range(11) for few in ((True, False) if 1 << power <= MAX_ROWS else (False,))
@@ -97,17 +98,22 @@ def product(d: Tensor, args: GroupedArgs, few_rows: bool, *, halves: bool = Fals
 
 
 def tile(args: GroupedArgs) -> TileConfig:
-    """Experts of up to 256 rows take tiles of 64: how many rows an expert has is random, and a tile of 128 of which
-    half is outside takes half as long, so multiprocessors that share weights drift apart and read them twice.  The
-    first product of 4096 tokens, 128 experts, 7168 x 2048: 3.73 ms, and 6.0 with 128 x 256 (H100, 2026-11).
+    """How many rows an expert has is random, and a tile of 128 rows of which half is outside takes half as long: so
+    multiprocessors that share weights drift apart, and read them twice.  Of experts with up to 256 rows, products of
+    long K take tiles of 64 rows, others narrower ones.  4096 tokens, 128 experts, 7168 x 2048, on an H100 in 2026-11:
+    the first product took 3.73 ms with 64 x 256, 5.88 with 128 x 192 and 6.0 with 128 x 256; the second 2.23 with
+    128 x 192, 2.38 with 128 x 256.
     """
     bucket = grouped_bucket(args)
-    if bucket.rows > MOST_IN_SMALL_TILES or bucket.N < 512:
+    if bucket.rows > MOST_RANDOM or bucket.N < 512:
         chosen = dense.configure_rows(bucket, args.a.dtype)
         assert chosen is not None, "operands without scales"
         return chosen
-    problem = Problem(bucket.rows, bucket.N, bucket.K, gated=bool(bucket.gated), mn_major_b=bucket.layout in (1, 2))
-    return dense.config_of(Tile(64, 256, 1, 1), problem)._replace(group_m=16)
+    problem = Problem(
+        bucket.rows, bucket.N, bucket.K, gated=bool(bucket.gated), mn_major_b=bucket.layout in MN_MAJOR_B, sms=132
+    )
+    shape = Tile(64, 256, 1, 1) if bucket.K >= LONG_K else Tile(128, 192, 1, 1)
+    return dense.config_of(shape, problem)._replace(group_m=16)
 
 
 @register_kernel(

@@ -29,7 +29,7 @@ class Config(NamedTuple):
 
 
 CONFIGS = (Config(512, 2), Config(1024, 4))
-LONG = (*CONFIGS, Config(4096, 8))
+LONG = (*CONFIGS, Config(2048, 8))
 
 
 def configure(bucket: OrderBucket, dtype: torch.dtype) -> Config:
@@ -38,8 +38,8 @@ def configure(bucket: OrderBucket, dtype: torch.dtype) -> Config:
 
 
 def configure_backward(bucket: OrderBucket, dtype: torch.dtype) -> Config:
-    """Chooses long steps of long rows: 32768 rows of 7168 take 393 us, and 495 in steps of 1024, which 65536 of 2048
-    take best (H100, 2026-11).
+    """Chooses long steps of long rows: 32768 rows of 7168 take 437 us, and 495 in steps of 1024, which 65536 of 2048
+    take best; steps of 4096 take 393 and spill where rows are odd (H100, 2026-11).
     """
     return LONG[2] if bucket.H > 4096 else configure(bucket, dtype)
 
