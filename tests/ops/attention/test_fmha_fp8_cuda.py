@@ -169,6 +169,14 @@ def test_every_config_fits_shared_memory_and_a_block_of_scales(blocks):
                 assert blocks < BLOCKS_K or SCALE_BLOCK % config.block_n == 0
 
 
+@pytest.mark.parametrize(
+    ("s_q", "group", "s_k", "taken"), [(1, 8, 8192, False), (64, 8, 8192, True), (1, 1, 512, True)]
+)
+def test_few_queries_leave_the_values_as_they_lie(s_q, group, s_k, taken):
+    sizes = FmhaFp8Bucket(64, group, s_q, s_k, 128, 128, 0, 0, 1, 0)
+    assert (forward.configure(sizes, E4M3) is not None) == taken
+
+
 def compiled(monkeypatch, args: FmhaFp8Args, config: Config) -> dict[str, Any]:
     monkeypatch.setattr(forward, "transposed", transposed)  # a Triton kernel, which is compiled elsewhere
     with collect("sm_90") as collector:

@@ -79,7 +79,7 @@ def raw_arguments(
     plain = arguments.raw_arguments(
         q, k, v, merged_mask, options.scale, split("fmha_fp8", None, options.softcap, options.sinks)
     )
-    q_scale, k_scale, v_scale = (t if t.dim() == 3 else t[..., None] for t in (q_scale, k_scale, v_scale))
+    q_scale, k_scale, v_scale = (t if t.dim() == 3 else t.unsqueeze(-1) for t in (q_scale, k_scale, v_scale))
     return FmhaFp8Args(
         plain.q, plain.k, plain.v, q_scale, k_scale, v_scale, plain.sinks, *plain.mask, plain.scale, plain.softcap,
         options.out_dtype,

@@ -241,8 +241,17 @@ At D = 128 turns are worth 6 to 8 %; two warpgroups with P V in flight beside th
 """
 
 
-def configure(bucket: FmhaFp8Bucket, dtype: torch.dtype) -> Config:
-    """The first candidate.  Batch and length are ignored, so that results do not depend on them."""
+_FEW_QUERIES, _MANY_KEYS = 256, 1024
+
+
+def configure(bucket: FmhaFp8Bucket, dtype: torch.dtype) -> Config | None:
+    """The first candidate; None where few queries read many values once, which the transposition moves twice more.
+
+    That is where the Triton kernel reads values as they lie; an estimate, not measured.  The batch is ignored, so that
+    results do not depend on it.
+    """
+    if bucket.S_q * bucket.group <= _FEW_QUERIES and bucket.S_k > _MANY_KEYS:
+        return None
     return candidates(bucket, dtype)[0]
 
 
