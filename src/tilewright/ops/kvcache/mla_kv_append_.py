@@ -122,12 +122,12 @@ def check(args: MlaKvAppendArgs) -> None:
     cache = args.kv_cache
     if not isinstance(cache, Tensor):
         raise InputError(f"{_OP}: kv_cache is a {type(cache).__name__}; needs a torch.Tensor.")
-    given = f"kv_cache is {tuple(cache.shape)} {cache.dtype}"
+    form = f"kv_cache is {tuple(cache.shape)} {cache.dtype}"
     if cache.dim() != 3:
-        raise InputError(f"{_OP}: {given}; needs (pages, page_size, D), or (B, capacity, D) without a block_table.")
+        raise InputError(f"{_OP}: {form}; needs (pages, page_size, D), or (B, capacity, D) without a block_table.")
     packed = is_packed(cache)
     if not packed and cache.dtype not in (*checks.DTYPES, torch.float64):
-        raise InputError(f"{_OP}: {given}; needs bfloat16, float16, float32, or tokens of {TOKEN_BYTES} bytes.")
+        raise InputError(f"{_OP}: {form}; needs bfloat16, float16, float32, or tokens of {TOKEN_BYTES} bytes.")
     checks.check_tensors(_OP, cache, c_kv=args.c_kv, k_pe=args.k_pe)
     dtypes = (*checks.DTYPES, torch.float64) if packed else (cache.dtype,)
     tokens = args.c_kv.shape[0] if args.c_kv.dim() else 0
@@ -135,11 +135,11 @@ def check(args: MlaKvAppendArgs) -> None:
         if x.dim() != 2 or x.shape[0] != tokens or x.shape[1] == 0:
             raise InputError(f"{_OP}: {name} is {tuple(x.shape)}; needs packed tokens ({tokens}, D), D at least 1.")
         if x.dtype not in dtypes or x.dtype != args.c_kv.dtype:
-            raise InputError(f"{_OP}: {name} is {x.dtype}, {given}; needs one dtype, the cache's if that is no bytes.")
+            raise InputError(f"{_OP}: {name} is {x.dtype}, {form}; needs one dtype, the cache's if that is no bytes.")
     widths = args.c_kv.shape[1], args.k_pe.shape[1]
     if (widths != (LATENT, ROPE)) if packed else sum(widths) != cache.shape[2]:
         needs = f"({LATENT}, {ROPE})" if packed else f"a sum of {cache.shape[2]}"
-        raise InputError(f"{_OP}: c_kv and k_pe have {widths} columns, {given}; needs {needs}.")
+        raise InputError(f"{_OP}: c_kv and k_pe have {widths} columns, {form}; needs {needs}.")
     checks.check_sequences(_OP, cache, tokens, args.lengths, args.block_table, args.cu_seqlens)
     checks.check_numbers(_OP, cache, tokens, args.lengths, args.block_table, args.cu_seqlens)
 

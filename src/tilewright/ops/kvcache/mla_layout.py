@@ -53,10 +53,10 @@ def dequantize_mla_cache(cache: Tensor, dtype: torch.dtype = torch.bfloat16) -> 
         got = f"{tuple(cache.shape)} {cache.dtype}" if isinstance(cache, Tensor) else f"a {type(cache).__name__}"
         raise InputError(f"dequantize_mla_cache: cache is {got}; needs (..., {TOKEN_BYTES}) uint8 or float8_e4m3fn.")
     stored = cache.view(torch.uint8)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    latent = stored[..., :LATENT].contiguous().view(numbers.E4M3).to(wide).unflatten(-1, (SCALES, GROUP))
-    scale = stored[..., SCALES_AT:ROPE_AT].contiguous().view(torch.float32).to(wide)
-    rope = stored[..., ROPE_AT:].contiguous().view(torch.bfloat16).to(wide)
+    float_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    latent = stored[..., :LATENT].contiguous().view(numbers.E4M3).to(float_dtype).unflatten(-1, (SCALES, GROUP))
+    scale = stored[..., SCALES_AT:ROPE_AT].contiguous().view(torch.float32).to(float_dtype)
+    rope = stored[..., ROPE_AT:].contiguous().view(torch.bfloat16).to(float_dtype)
     return torch.cat(((latent * scale[..., None]).flatten(-2), rope), -1).to(dtype)
 
 

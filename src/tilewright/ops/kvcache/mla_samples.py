@@ -17,16 +17,16 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     bytes), special (NaN and infinities), scale (of all numbers).  c_kv and k_pe are views of one projection.
     """
     d, d_pe = params["D"], params["D_pe"]
-    made = problem({**params, "H_kv": 1, "D": d + d_pe, "D_v": 1}, dtype, device, seed)
+    caches = problem({**params, "H_kv": 1, "D": d + d_pe, "D_v": 1}, dtype, device, seed)
     rng = rows.generator(seed + 1)
-    tokens = tokens_of(params, made.new)
+    tokens = tokens_of(params, caches.new)
     projected = rows.random_tensor((tokens, d + d_pe), dtype, device, rng, scale=params.get("scale", 1.0))
     if params.get("special") and projected.numel() > 2:
         projected[0, 0], projected[0, -1], projected[-1, 0] = torch.nan, torch.inf, -torch.inf
-    cache = made.k_cache.squeeze(2)
+    cache = caches.k_cache.squeeze(2)
     if params.get("cache") == "e4m3":
         cache = quantize_mla_cache(cache)
-    return Sample((cache, projected[:, :d], projected[:, d:], made.lengths), made.options)
+    return Sample((cache, projected[:, :d], projected[:, d:], caches.lengths), caches.options)
 
 
 def _fwd(name: str, params: Mapping[str, Any]) -> Workload:
@@ -75,7 +75,7 @@ EDGE_CASES = (
 
 
 def _bad(name: str, match: str, change: Callable[[dict[str, Any]], object], **params: Any) -> BadInput:
-    """A small call with `change` made to its arguments."""
+    """A small call with `change` caches to its arguments."""
 
     def make(device: torch.device) -> Sample:
         sample = inputs({**_SMALL, "lengths": [5, 6], "new": [2, 1], **params}, torch.bfloat16, device, 0)

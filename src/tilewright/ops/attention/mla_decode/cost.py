@@ -29,11 +29,11 @@ def _visible(args: MlaDecodeArgs) -> tuple[int, int]:
     lengths = None if args.lengths is None else args.lengths.long()
     if args.indices is not None:
         slots = args.kv_cache.shape[0] * args.kv_cache.shape[1]
-        seen = (args.indices >= 0) & (args.indices < slots)
+        counts = (args.indices >= 0) & (args.indices < slots)
         if lengths is not None:
             column = torch.arange(args.indices.shape[2], device=args.indices.device)
-            seen = seen & (column < lengths[:, None, None])
-        return int(seen.sum()), int(torch.unique(args.indices[seen]).numel())
+            counts = counts & (column < lengths[:, None, None])
+        return int(counts.sum()), int(torch.unique(args.indices[counts]).numel())
     assert lengths is not None
     lengths = lengths.clamp(0, args.capacity)
     if not args.causal:

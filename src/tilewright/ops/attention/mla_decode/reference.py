@@ -20,7 +20,7 @@ _BLOCK = 1 << 26
 
 
 class Keys(NamedTuple):
-    """Of tokens start .. end, all (tokens, keys): where each key lies, in range also if the token does not see it."""
+    """Keys of tokens start .. end, all (tokens, keys): where each one lies, in range also where none is seen."""
 
     page: Tensor
     place: Tensor

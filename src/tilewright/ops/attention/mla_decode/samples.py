@@ -41,14 +41,14 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
             table = [t + [TAIL] * (width - len(t)) for t in tables]
             options["block_table"] = int32(table, device, (-1, width))
     kv_cache = _cache(params, size, slots, dtype, device, g)
-    given: Tensor | None = int32(lengths, device)
+    lengths_given: Tensor | None = int32(lengths, device)
     if params.get("topk"):
         options["indices"] = _indices(slots, each or 1, params["topk"], device, g)
-        kept = params.get("topk_lengths")
-        given = None if kept is None else int32(kept, device)
+        counts = params.get("topk_lengths")
+        lengths_given = None if counts is None else int32(counts, device)
     if params.get("sinks"):
         options["sinks"] = rows.random_tensor((params["H"],), torch.float32, device, g)
-    return Sample((q, kv_cache, given), options)
+    return Sample((q, kv_cache, lengths_given), options)
 
 
 def _cache(
@@ -73,12 +73,12 @@ def _indices(
     slots: Sequence[Sequence[int]], tokens: int, topk: int, device: torch.device, g: torch.Generator
 ) -> Tensor:
     """(B, tokens, topk): random slots of each sequence, any of them twice, and -1 for one in eight."""
-    made = torch.full((len(slots), tokens, topk), -1, dtype=torch.int32)
-    for row, own in zip(made, slots, strict=True):
-        if own:
-            chosen = torch.tensor(own, dtype=torch.int32)[torch.randint(len(own), (tokens, topk), generator=g)]
+    indices = torch.full((len(slots), tokens, topk), -1, dtype=torch.int32)
+    for row, numbers in zip(indices, slots, strict=True):
+        if numbers:
+            chosen = torch.tensor(numbers, dtype=torch.int32)[torch.randint(len(numbers), (tokens, topk), generator=g)]
             row.copy_(torch.where(torch.rand((tokens, topk), generator=g) < 0.125, -1, chosen))
-    return made.to(device)
+    return indices.to(device)
 
 
 _SMALL = {"H": 4, "D": 48, "d_v": 32, "lengths": (37, 1, 64, 21), "page": 16}

@@ -226,9 +226,9 @@ def attend_kernel(
                 place_of = part
             else:
                 place_of = part * 2 + (tile_begin == 0)
-            at = (place_of.to(tl.int64) * row_tiles + row_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-            _put(partial_acc, at, live, acc, 0, D_V)
+            partial_row = (place_of.to(tl.int64) * row_tiles + row_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+            _put(partial_acc, partial_row, live, acc, 0, D_V)
             if TWO:
-                _put(partial_acc, at, live, acc_next, WIDTH, D_V)
-            tl.store(partial_stat + at * 2, m_i, mask=live)
-            tl.store(partial_stat + at * 2 + 1, l_i, mask=live)
+                _put(partial_acc, partial_row, live, acc_next, WIDTH, D_V)
+            tl.store(partial_stat + partial_row * 2, m_i, mask=live)
+            tl.store(partial_stat + partial_row * 2 + 1, l_i, mask=live)

@@ -59,11 +59,11 @@ def combine_kernel(
         if not FIXED:
             place += i == 0
         in_range = (i < count)[:, None]
-        at = ((place.to(tl.int64) * row_tiles + row_tile) * BLOCK_M + row % BLOCK_M)[:, None]  # (CHUNKS, 1)
-        m_s = tl.load(partial_stat + at * 2, mask=in_range, other=MINUS_INFINITY)
-        l_s = tl.load(partial_stat + at * 2 + 1, mask=in_range, other=0.0)
+        source = ((place.to(tl.int64) * row_tiles + row_tile) * BLOCK_M + row % BLOCK_M)[:, None]  # (CHUNKS, 1)
+        m_s = tl.load(partial_stat + source * 2, mask=in_range, other=MINUS_INFINITY)
+        l_s = tl.load(partial_stat + source * 2 + 1, mask=in_range, other=0.0)
         acc_s = tl.load(
-            partial_acc + at[:, :, None] * D_V + offs_d[None, None, :],
+            partial_acc + source[:, :, None] * D_V + offs_d[None, None, :],
             mask=in_range[:, :, None] & (offs_d < D_V)[None, None, :],
             other=0.0,
         )  # (CHUNKS, 1, WIDTH)
