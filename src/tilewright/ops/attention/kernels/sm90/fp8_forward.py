@@ -236,8 +236,8 @@ _TILES: dict[int, tuple[Config, ...]] = {
 }
 """Keyed by the largest D or D_v.  `configure` takes the first that `candidates` leaves, the fastest on an H100.
 
-At D = 128 turns are worth 6 to 8 %; two warpgroups with P V in flight beside the next S take 18 % longer, with 192 keys
-28 %, three with 96 keys 25 %.  At D = 256 64 keys take 45 % longer.  At D = 64 192 keys are 4 to 7 % ahead of 128.
+At D = 128 turns are worth 6 to 8 %; without them two warpgroups with P V in flight beside the next S take 10 % longer,
+three with 96 keys 16 %.  At D = 256 64 keys take 44 % longer.  At D = 64 192 keys are 4 to 7 % ahead of 128.
 """
 
 
