@@ -56,7 +56,8 @@ class Config(NamedTuple):
 _FLOAT32 = Config(32, 32, 32, 4, 2, 8)
 _ROWS_16, _ROWS_32, _ROWS_64 = (Config(m, 64, 128, 4, 3, 8) for m in (16, 32, 64))
 _MANY = Config(128, 128, 64, 8, 4, 8)
-_UNALIGNED = Config(64, 64, 32, 4, 3, 8)
+_UNALIGNED = Config(64, 32, 32, 4, 3, 8)
+TRAINED_ROWS = 128  # of an expert, for which the products of the backward are chosen: training has many
 CONFIGS = (_FLOAT32, _ROWS_16, _ROWS_32, _ROWS_64, _MANY, _UNALIGNED)
 
 
@@ -160,4 +161,4 @@ def launch(outs: tuple[Tensor], args: FusedMoeArgs, config: Config) -> None:
     BACKWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
 )
 def launch_backward(outs: tuple[Tensor, ...], args: FusedMoeBackwardArgs, config: Config) -> None:
-    backward(outs, args, Products(), config.block_m)
+    backward(outs, args, Products(), TRAINED_ROWS)
