@@ -217,6 +217,8 @@ COMPUTED = {
     "mqa": {"H": 16, "H_kv": 1, "lengths": MIXED},
     "mha": {"H": 3, "H_kv": 3, "lengths": MIXED},
     "shared_pages": {"shared": 2, "page": 4},
+    "alone_in_clusters": {"lengths": (1500,)},
+    "alone_and_short": {"lengths": (3,), "sinks": True},
 }
 CACHES = {"16_bits": {}, "heads": {"cache": "e4m3"}, "tokens": {"cache": "e4m3", "token_scales": True}}
 
