@@ -20,6 +20,7 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.ops.attention import fmha_decode, fmha_paged
 from tilewright.ops.attention.kernels.sm90.decode_choice import (
+    MOST_SUMS,
     WIDTHS,
     Config,
     Division,
@@ -195,6 +196,11 @@ def why_not(args: PagedArgs) -> str | None:
         return "has no packed tokens under batch_invariant: whether it is the faster one depends on the others"
     if sizes.B > MOST_SEQUENCES:
         return f"takes at most {MOST_SEQUENCES} sequences"
+    if not sizes.S_q and sizes.T > sizes.B:
+        return "is for decoding steps: packed tokens of which there are no more than sequences"
+    rows = max(sizes.S_q, 1) * sizes.group
+    if not candidates(sizes, q.dtype):
+        return f"holds the sums of at most {MOST_SUMS // d} query rows of {d} numbers, got {rows} of a sequence"
     tiles = row_tiles(sizes.T, sizes.B, args.cu_seqlens is not None, sizes.group, 8)
     if tiles * -(-sizes.keys // 16) >= _MOST_UNITS:
         return f"counts less than {_MOST_UNITS} units of 16 keys, got up to {tiles} row tiles of {sizes.keys} keys"
