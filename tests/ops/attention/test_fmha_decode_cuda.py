@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from tests.ops.attention.caches import check_each, problem
+from tests.ops.attention.caches import problem
 from tests.ops.attention.test_fmha_cuda import SHARED_LIMIT, on_hopper
 
 from tilewright import numerics
@@ -16,6 +16,7 @@ from tilewright.ops.attention.kernels.sm90 import decode as cuda
 from tilewright.ops.attention.kernels.sm90 import decode_choice as choice
 from tilewright.ops.attention.kernels.sm90.decode_choice import Config, Division
 from tilewright.ops.attention.paged.args import PagedBucket, bucket, problem_of
+from tilewright.ops.attention.paged.reference import attention
 from tilewright.ops.attention.paged.samples import int32
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -47,6 +48,8 @@ REFUSED = {
     "another GPU": ("sm_90", "sm_80", {}),
     "float32": ("bf16 or fp16", "sm_90", {"dtype": fp32}),
     "a width": ("D = D_v of 64, 128, 256, got D=80", "sm_90", {"D": 80}),
+    "rows": ("at most 16 query rows of 128 numbers, got 24", "sm_90", {"D": 128, "H": 16, "S_q": 3}),
+    "prefills": ("no more than sequences", "sm_90", {"new": (1, 9, 2, 1)}),
     "two widths": ("got D=128, D_v=64", "sm_90", {"D": 128, "D_v": 64}),
 }
 
@@ -147,14 +150,6 @@ def test_the_second_kernel_has_a_block_for_each_share_where_these_are_fewer():
     assert (splits, sums.by_tile) == ((15, 4, 8), False), "a row tile that begins in one share may go on in 15 others"
 
 
-def test_long_shares_are_divided_in_levels():
-    args = raw(H=32, H_kv=8, D=128, lengths=(4096,) * 20, page=64)
-    (grid, given, _, _), (splits, sums, _, _) = launched(args, Config(8, 16, 8, 2))
-    assert (grid, given.blocks, given.levels) == ((4 * 16 * 8,), 16, True)
-    assert (splits, sums.by_tile, sums.levels) == ((20, 4, 8), True, True)
-    assert given.partial.shape == (2 * 4 * 16 * 8 * 8, 128)
-
-
 def test_more_heads_than_multiprocessors():
     ((grid, given, *_),) = launched(raw(H=200, H_kv=200, lengths=(4096,)), Config(8, 32, 8, 2))
     assert (grid, given.blocks) == ((200,), 1)
@@ -217,14 +212,26 @@ COMPUTED = {
     "mqa": {"H": 16, "H_kv": 1, "lengths": MIXED},
     "mha": {"H": 3, "H_kv": 3, "lengths": MIXED},
     "shared_pages": {"shared": 2, "page": 4},
+    "alone_in_clusters": {"lengths": (1500,)},
+    "alone_and_short": {"lengths": (3,), "sinks": True},
 }
 CACHES = {"16_bits": {}, "heads": {"cache": "e4m3"}, "tokens": {"cache": "e4m3", "token_scales": True}}
 
 
-def judged(args, sample, config):
-    """Right, and the same bits again."""
-    made = run(args, config)
-    check_each(made, sample)
+def exact(args):
+    """o and lse in float64; numbers of e4m3 are exact as they are."""
+    k, v = (t if t.dtype == torch.float8_e4m3fn else t.double() for t in (args.k_cache, args.v_cache))
+    sinks = None if args.sinks is None else args.sinks.double()
+    return attention(args._replace(q=args.q.double(), k_cache=k, v_cache=v, sinks=sinks))
+
+
+def judged(args, config):
+    """At most twice as far from float64 as the reference in the queries' dtype, and the same bits again."""
+    made, (wanted, wanted_lse), (rounded, _) = run(args, config), exact(args), attention(args)
+    scale = wanted.abs().amax()
+    allowed = 2 * (rounded.double() - wanted).abs().amax() + 2e-3 * scale
+    assert bool((made[0].double() - wanted).abs().amax() <= allowed), config
+    torch.testing.assert_close(made[1].double(), wanted_lse, rtol=0, atol=3e-3)
     again = run(args, config)
     assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True)), config
 
@@ -238,10 +245,12 @@ def test_every_config(case, d, cache):
     sample = problem({**SIZES, "D": d, **COMPUTED[case], **CACHES[cache]}, fp16 if cache != "16_bits" else bf16, "cuda")
     args = problem_of(sample)
     found = configs_of(args)
-    assert found
+    if not found:
+        assert d == 256
+        pytest.skip("more rows than its registers hold")
     for config in found:
-        judged(args, sample, config)
-    judged(args._replace(batch_invariant=True), sample, found[0])
+        judged(args, config)
+    judged(args._replace(batch_invariant=True), found[0])
 
 
 @pytest.mark.gpu
@@ -249,8 +258,8 @@ def test_more_rows_than_a_tile():
     """They are several row tiles, which `configure` leaves to Triton."""
     on_hopper()
     sample = problem({**SIZES, "H": 16, "S_q": 8, "lengths": (40, 900, 3)}, bf16, "cuda")
-    for config in (Config(8, 32, 8, 3), Config(16, 32, 8, 3, 1, 4)):
-        judged(problem_of(sample), sample, config)
+    for config in (Config(8, 32, 8, 2), Config(16, 32, 8, 2, 1, 4)):
+        judged(problem_of(sample), config)
 
 
 @pytest.mark.gpu
@@ -259,7 +268,7 @@ def test_packed_tokens(new):
     on_hopper()
     sample = problem({**SIZES, "new": new, "behind": 3, "sinks": True}, bf16, "cuda")
     for rows in (8, 16):
-        judged(problem_of(sample), sample, Config(rows, 32, 8, 3))
+        judged(problem_of(sample), Config(rows, 32, 8, 2))
 
 
 @pytest.mark.gpu

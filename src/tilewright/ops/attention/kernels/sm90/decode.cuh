@@ -37,7 +37,7 @@ struct Share {
 
 // The share of a block, and where this warp begins.
 template <typename Config, typename All>
-__device__ inline Share find_share(Walk<All>& walk, const All& all, u32 kv_heads, u32 most, u32 blocks, bool levels) {
+__device__ inline Share find_share(Walk<All>& walk, const All& all, u32 kv_heads, u32 most, u32 blocks) {
     constexpr u32 kWarps = Config::kWarps;
     const u32 number = blockIdx.x / kv_heads;
     Share share;
@@ -64,7 +64,7 @@ __device__ inline Share find_share(Walk<All>& walk, const All& all, u32 kv_heads
     } else {
         const auto weight = [&](int b) { return all[b].all_units(); };
         const Line line(all.count(), weight);
-        const EqualShares<Config::kLeast> shares(line.total, blocks, levels);
+        const EqualShares<Config::kLeast> shares(line.total, blocks);
         if (number >= shares.shares) return share;
         share.template divide<kWarps>(shares.begin(number), shares.begin(number + 1));
         if (share.own_begin == share.own_end) return share;
@@ -74,14 +74,14 @@ __device__ inline Share find_share(Walk<All>& walk, const All& all, u32 kv_heads
     return share;
 }
 
-// Strides are in elements of their tensor.  each, left: as in Sequences.   most: shares of a row tile (Own).   blocks: of a
-// key head that are resident, levels: four times as many are launched (Equal).
+// Strides are in elements of their tensor.  each, left: as in Sequences.   most: shares of a row tile (Own).   blocks: as
+// many as there can be shares of a head (Equal).
 template <typename Config>
 __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     const typename Config::Element* q, typename Config::Element* o, float* lse, float* partial, float* stats, const u8* k,
     const u8* v, const int* lengths, const int* block_table, const int* cu_seqlens, const float* sinks,
     const float* k_scale, const float* v_scale, int batch, int tokens, int each, int kv_heads, int group, int capacity,
-    int page_size, int left, bool causal, int most, int blocks, bool levels, float scale, float softcap, i64 q_token,
+    int page_size, int left, bool causal, int most, int blocks, float scale, float softcap, i64 q_token,
     i64 q_head, i64 k_page, i64 k_slot, i64 k_head, i64 v_page, i64 v_slot, i64 v_head, i64 table_row, i64 k_scale_page,
     i64 k_scale_slot, i64 k_scale_head, i64 v_scale_page, i64 v_scale_slot, i64 v_scale_head) {
     using Shape = Layout<Config>;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
 
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
     Walk<All> walk(all);
-    const Share share = find_share<Config>(walk, all, kv_heads, most, blocks, levels);
+    const Share share = find_share<Config>(walk, all, kv_heads, most, blocks);
     if (share.empty) return;
 
     const float* const ks = k_scale == nullptr ? nullptr : k_scale + head * k_scale_head;

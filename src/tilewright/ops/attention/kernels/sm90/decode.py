@@ -20,6 +20,7 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.ops.attention import fmha_decode, fmha_paged
 from tilewright.ops.attention.kernels.sm90.decode_choice import (
+    MOST_SUMS,
     WIDTHS,
     Config,
     Division,
@@ -33,7 +34,6 @@ from tilewright.ops.attention.paged.args import TOKEN_SCALES, PagedArgs, bucket,
 MOST_SEQUENCES = 4096  # every warp adds up the keys of all of them
 _MOST_SHARES = 32  # of a row tile, where only its own length may decide
 _LEAST_OWN = 32  # units of such a share
-_LONG_SHARE, _SHARES_IN_LEVELS = 256, 4  # as in fmha_decode/division.cuh
 _MOST_UNITS = 2**31  # counted in 32 bits
 _COMBINE_THREADS = 256
 _MULTIPROCESSORS = 132  # of an H200, for which kernels are collected on machines without one
@@ -82,7 +82,6 @@ class Args(NamedTuple):
     causal: bool
     most: I32
     blocks: I32
-    levels: bool
     scale: F32
     softcap: F32
     q_token: I64
@@ -121,7 +120,6 @@ class CombineArgs(NamedTuple):
     left: I32
     most: I32
     blocks: I32
-    levels: bool
     by_tile: bool
 
 
@@ -135,9 +133,8 @@ COMBINE = CudaKernel(
 class Work(NamedTuple):
     """Shares of each key head, all from shapes.
 
-    blocks: of one key head, of which `resident` run at once; levels: the last shares are smaller.   least: units of a
-    share at least.   slots: partial sums.   splits: row tiles that the second kernel looks at, all of them if by_tile,
-    else as many as there are shares that may continue one.
+    blocks: of one key head.   least: units of a share at least.   slots: partial sums.   splits: row tiles that the
+    second kernel looks at, all of them if by_tile, else as many as there are shares that may continue one.
     """
 
     division: Division
@@ -146,8 +143,6 @@ class Work(NamedTuple):
     slots: int
     splits: int
     by_tile: bool = False
-    resident: int = 0
-    levels: bool = False
 
 
 def work_of(args: PagedArgs, config: Config, sms: int) -> Work:
@@ -161,14 +156,10 @@ def work_of(args: PagedArgs, config: Config, sms: int) -> Work:
         return Work(Division.OWN, tiles * shares, _LEAST_OWN, tiles * shares, tiles if shares > 1 else 0, True)
     if config.cluster > 1 and args.cu_seqlens is None:
         return Work(Division.CLUSTER, tiles * config.cluster, 0, 0, 0)
-    resident = max(min(sms * config.shares // kv_heads, tiles * units // config.warps), 1)
-    levels = tiles * units >= _LONG_SHARE * resident
-    shares = resident * _SHARES_IN_LEVELS if levels else resident
+    shares = max(min(sms * config.shares // kv_heads, tiles * units // config.warps), 1)
     by_tile = tiles < shares
     splits = tiles if by_tile else shares - 1
-    return Work(
-        Division.EQUAL, shares, config.warps, 2 * shares, splits if shares > 1 else 0, by_tile, resident, levels
-    )
+    return Work(Division.EQUAL, shares, config.warps, 2 * shares, splits if shares > 1 else 0, by_tile)
 
 
 def row_tiles(tokens: int, batch: int, packed: bool, group: int, rows: int) -> int:
@@ -195,6 +186,11 @@ def why_not(args: PagedArgs) -> str | None:
         return "has no packed tokens under batch_invariant: whether it is the faster one depends on the others"
     if sizes.B > MOST_SEQUENCES:
         return f"takes at most {MOST_SEQUENCES} sequences"
+    if not sizes.S_q and sizes.T > sizes.B:
+        return "is for decoding steps: packed tokens of which there are no more than sequences"
+    rows = max(sizes.S_q, 1) * sizes.group
+    if not candidates(sizes, q.dtype):
+        return f"holds the sums of at most {MOST_SUMS // d} query rows of {d} numbers, got {rows} of a sequence"
     tiles = row_tiles(sizes.T, sizes.B, args.cu_seqlens is not None, sizes.group, 8)
     if tiles * -(-sizes.keys // 16) >= _MOST_UNITS:
         return f"counts less than {_MOST_UNITS} units of 16 keys, got up to {tiles} row tiles of {sizes.keys} keys"
@@ -269,8 +265,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
         left=left,
         causal=args.causal and each != 1,
         most=_MOST_SHARES,
-        blocks=work.resident,
-        levels=work.levels,
+        blocks=work.blocks,
         scale=args.scale,
         softcap=args.softcap,
         q_token=q.stride(0),
@@ -317,8 +312,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
                 capacity=capacity,
                 left=left,
                 most=_MOST_SHARES,
-                blocks=work.resident,
-                levels=work.levels,
+                blocks=work.blocks,
                 by_tile=work.by_tile,
             ),
             params._replace(kWarps=1, kStages=1),

@@ -14,7 +14,7 @@ ROWS = (8, 16, 32)
 _SHARED = 219 << 10  # of 227 KB: the second kernel has its place beside a block
 _PART_BYTES = 20  # as in fmha_decode/layout.cuh
 _MOST_STAGES = 6
-_MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spills
+MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spills
 CLUSTERS = (16, 8, 4, 2)
 _PROCESSORS = 132
 # Measured on an H100 (decode.md), in bytes a nanosecond but for the H200's memory: of a GPC, of a block
@@ -88,7 +88,7 @@ def ring(unit: Unit, rows: int, warps: int, blocks: int, cluster: int) -> Config
     stages = _MOST_STAGES
     while stages > 1 and _shared(warps, stages, unit.stage_bytes, rows, unit.width, cluster) > room:
         stages -= 1
-    if stages == 1 or stages * unit.stage_bytes < _sums(rows, unit.width) or rows * unit.width > _MOST_SUMS:
+    if stages == 1 or stages * unit.stage_bytes < _sums(rows, unit.width) or rows * unit.width > MOST_SUMS:
         return None
     return Config(rows, unit.keys, warps, stages, blocks, cluster)
 
@@ -114,7 +114,7 @@ def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     Clusters are for one sequence: of several, which may have any lengths, each would have as many blocks.
     """
     rows = next((n for n in ROWS if n >= max(bucket.S_q, 1) * bucket.group), 0)
-    if not 0 < rows * bucket.D <= _MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
+    if not 0 < rows * bucket.D <= MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
         return ()
     one = bucket.B == 1 and bucket.S_q > 0
     choices = space(unit_of(bucket.D, bucket.cache, dtype), rows)

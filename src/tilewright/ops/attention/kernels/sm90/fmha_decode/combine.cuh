@@ -31,7 +31,7 @@ struct Slots {
 };
 
 template <typename Config, typename All>
-__device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 most, u32 blocks, bool levels, bool by_tile) {
+__device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 most, u32 blocks, bool by_tile) {
     const auto row_tiles = [&](int b) { return u32(all[b].row_tiles); };
     u32 tile = 0;  // of its sequence
     if (by_tile) {
@@ -52,7 +52,7 @@ __device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 most, u3
     } else {
         const auto units = [&](int b) { return all[b].all_units(); };
         const Line line(all.count(), units);
-        const EqualShares<Config::kLeast> shares(line.total, blocks, levels);
+        const EqualShares<Config::kLeast> shares(line.total, blocks);
         u32 begin;
         if (by_tile) {
             begin = line.sum(walk.b) + tile * walk.s.units;
@@ -75,7 +75,7 @@ template <typename Config>
 __global__ void __launch_bounds__(256) sm90_decode_combine(
     const float* partial, const float* stats, typename Config::Element* o, float* lse, const int* lengths,
     const int* cu_seqlens, const float* sinks, int batch, int tokens, int each, int kv_heads, int group, int capacity,
-    int left, int most, int blocks, bool levels, bool by_tile) {
+    int left, int most, int blocks, bool by_tile) {
     using All = Sequences<Config::kRows, Config::kKeys>;
     using Element = typename Config::Element;
     constexpr u32 kD = Config::kD, kColumns = kD / 4, kParts = 256 / kColumns;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(256) sm90_decode_combine(
     launch_dependents();
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
     Walk<All> walk(all);
-    const Slots slots = find_slots<Config>(walk, all, most, blocks, levels, by_tile);
+    const Slots slots = find_slots<Config>(walk, all, most, blocks, by_tile);
     griddepcontrol_wait();
     const u32 row = blockIdx.y, head = blockIdx.z;
     const RowTile tile{walk.s.first_token, group, int(head) * group, walk.row_tile * int(Config::kRows), walk.s.tokens * group};

@@ -4,7 +4,7 @@
 // into units of kKeys.  Units are numbered through: sequence, row tile, unit of keys, the last one fastest.  A share is a
 // range of these numbers:
 //
-//     Equal    the number of units does not depend on how lengths are mixed; a share may span several sequences
+//     Equal    all shares have the same number of units, whatever the lengths are; one may span several sequences
 //     Own      a share lies in one row tile, and its length depends on that sequence alone
 //     Cluster  the blocks of a cluster divide one row tile
 //
@@ -110,47 +110,19 @@ template <typename Weight> struct Line {
     }
 };
 
-// Equal: as many shares as blocks are resident, but only as many as get kLeast units.  Multiprocessors do not read equally
-// fast: of equal shares the first was read after three quarters of the time of the last (H100).  So in `levels` three quarters
-// of the units are divided at first, and a block that has finished takes from the rest, in ever smaller shares.
+// Equal: the first `longer` shares have one unit more than the others.  Only as many have units as get kLeast of them.
 template <u32 kLeast> struct EqualShares {
-    static constexpr u32 kLongShare = 256;  // units, from which on there are levels
-    u32 shares, large = 0, medium = 0, resident;  // units of a share of the first two levels
-    u32 small, longer;                            // of the last one, of which the first `longer` have one unit more
+    u32 shares, units, longer;
 
-    __device__ EqualShares(u32 total, u32 resident_, bool levels) : resident(resident_) {
-        u32 count = max(min(resident, total / kLeast), 1u);
-        u32 rest = total;
-        if (levels && total / resident >= kLongShare) {
-            large = total / 4 * 3 / resident;
-            medium = total / 20 * 3 / resident;
-            rest -= (large + medium) * resident;
-            count = 2 * resident;
-        }
-        small = rest / count;
-        longer = rest - small * count;
-        shares = count + (large > 0 ? 2 * resident : 0);
+    __device__ EqualShares(u32 total, u32 most) {
+        shares = max(min(most, total / kLeast), 1u);
+        units = total / shares;
+        longer = total - units * shares;
     }
-    __device__ u32 begin(u32 share) const {
-        if (large > 0) {
-            if (share < resident) return share * large;
-            share -= resident;
-            if (share < resident) return resident * large + share * medium;
-            share -= resident;
-        }
-        return resident * (large + medium) + share * small + min(share, longer);
-    }
+    __device__ u32 begin(u32 share) const { return share * units + min(share, longer); }
     __device__ u32 of_unit(u32 unit) const {
-        u32 before = 0;
-        if (large > 0) {
-            if (unit < resident * large) return unit / large;
-            unit -= resident * large;
-            if (unit < resident * medium) return resident + unit / medium;
-            unit -= resident * medium;
-            before = 2 * resident;
-        }
-        const u32 bound = longer * (small + 1);
-        return before + (unit < bound ? unit / (small + 1) : longer + (unit - bound) / small);
+        const u32 bound = longer * (units + 1);
+        return unit < bound ? unit / (units + 1) : longer + (unit - bound) / units;
     }
 };
 
