@@ -56,7 +56,7 @@ class Config(NamedTuple):
 _FLOAT32 = Config(32, 32, 32, 4, 2, 8)
 _ROWS_16, _ROWS_32, _ROWS_64 = (Config(m, 64, 128, 4, 3, 8) for m in (16, 32, 64))
 _MANY = Config(128, 128, 64, 8, 4, 8)
-_UNALIGNED = Config(64, 32, 32, 4, 3, 8)
+_UNALIGNED = Config(64, 64, 16, 4, 3, 8)
 TRAINED_ROWS = 128  # of an expert, for which the products of the backward are chosen: training has many
 CONFIGS = (_FLOAT32, _ROWS_16, _ROWS_32, _ROWS_64, _MANY, _UNALIGNED)
 
@@ -108,6 +108,8 @@ def gated_rows(hidden: Tensor, args: FusedMoeArgs, rows: pipeline.Order, config:
     descriptors = tiling.has_descriptors(arch) and copyable(w1)
     if arch.startswith("sm_8"):
         config = config._replace(block_n=min(config.block_n, 64))  # operands of its products lie in registers
+    if arch.startswith("gfx"):
+        config = config._replace(num_stages=1 if width % config.block_k else 2)  # masks take scalar registers
     shared = tiling.SHARED_BYTES.get(arch, tiling.SHARED_ELSEWHERE)
     stage = (config.block_m + 2 * config.block_n) * config.block_k * x.element_size()
     stages = max(1, min(config.num_stages, shared // stage))
