@@ -44,7 +44,7 @@ MEASURED_SPILLS = {
     ("fmha_bwd", "sm_90"): ("keys_kernel", 16),
     ("fmha_varlen_bwd", "sm_90"): ("keys_kernel", 16),
     ("mla_decode", "sm_90"): ("attend_kernel", 256),
-    ("mla_decode", "sm_80"): ("attend_kernel", 24),
+    ("mla_decode", "sm_80"): ("attend_kernel", 32),
     ("mla_decode", "sm_100"): ("attend_kernel", 24),
 }
 # The same for compilers that the ledger is not of, which schedule a few kernels otherwise (docs/versions.md)
