@@ -98,12 +98,12 @@ def attention_of_float8(s_q: int, s_k: int, d: int, band: tuple[int, int], mask:
     """Grouped heads, every config."""
     eight, blocks = torch.float8_e4m3fn, 4 if modified else 1
     q, k, v = (drawn(2, h, s, d).to(eight) for h, s in ((4, s_q), (2, s_k), (2, s_k)))
-    scales = [
+    q_scale, k_scale, v_scale = (
         torch.rand(2, h, min(blocks, -(-s // 128)), device=DEVICE) + 0.5 for h, s in ((4, s_q), (2, s_k), (2, s_k))
-    ]
+    )
     program, data = ("", None) if not mask else _masks(s_k)[mask].program(DEVICE)
     sinks, softcap = (torch.rand(4, device=DEVICE), 3.0) if modified else (None, 0.0)
-    args = FmhaFp8Args(q, k, v, *scales, sinks, data, program, *band, d**-0.5, softcap, HALF)
+    args = FmhaFp8Args(q, k, v, q_scale, k_scale, v_scale, sinks, data, program, *band, d**-0.5, softcap, HALF)
     exact, _ = attention_fp8(args._replace(q=q.double(), k=k.double(), v=v.double()))
     right = True
     for config in fmha_fp8_cuda.candidates(bucket_fp8(args), eight):
