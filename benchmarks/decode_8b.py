@@ -39,7 +39,7 @@ from tilewright.models.attention.step import step_mask
 CASES = "1x2048,8x2048,64x2048,1x32768,8x32768"
 _ROOM = 64  # positions behind the context
 _STREAM_BYTES = 1 << 30
-_MOST_DIFFERENCE = 0.05  # of logits of two bf16 runs; float8 products differ by more
+_MOST_DIFFERENCE = 0.13  # of logits of two bf16 runs, each of which is 0.066 off float32 (llama_8b.json)
 
 
 class Step(NamedTuple):

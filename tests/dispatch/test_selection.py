@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.harness.registry import own_registry
 
+import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright import settings
-from tilewright.dispatch import get_current_backend, numerics, set_backend, use_backend
+from tilewright.dispatch import contract, get_current_backend, numerics, register_impl, set_backend, use_backend
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.tables import table
-from tilewright.errors import BackendError, InputError, TableError
+from tilewright.errors import BackendError, InputError, RefusedError, TableError
 from tilewright.hardware import device_info
 
 X = torch.randn(4, 8)
@@ -171,3 +173,16 @@ def test_the_nearest_gpu_of_the_architecture_is_used_and_said(double, fast_backe
         assert double.plan((X,), "auto", "default").backend == "torch"
     assert any("using the one of Another CPU" in r.message for r in caplog.records)
     assert any("test_double M=4,N=8 float32: torch" in r.message for r in caplog.records), "the chosen row is logged"
+
+
+def test_a_kernel_without_a_configuration_for_the_sizes_is_refused():
+    """Alone in its backend too; a measured row may name a candidate where nothing is the default."""
+    args = (torch.randn(4, 16), torch.randn(16), 1e-6, 0.0, False)
+    raw = contract("rms_norm").forward
+    with own_registry():
+        register_impl("rms_norm", backend="cpu", configure=lambda bucket, dtype: None)(lambda *args, config: None)
+        raw.forget_plans()
+        assert raw.plan(args, "auto", "default").backend == "torch"
+        with pytest.raises(RefusedError, match="has no configuration for these sizes"):
+            raw.plan(args, "cpu!", "default")
+    raw.forget_plans()

@@ -50,7 +50,12 @@ def _option(raw: "RawOp", implementation: Implementation, args: Sequence[Any], n
     kernels = implementation.kernels or (implementation,)
     reasons = [_why_not(kernel, args, numerics) for kernel in kernels]
     able = [kernel for kernel, reason in zip(kernels, reasons, strict=True) if reason is None]
-    return Option(implementation.only(able)) if able else Option(None, joint_reason(kernels, reasons))
+    if not able:
+        return Option(None, joint_reason(kernels, reasons))
+    chosen = implementation.only(able)
+    if chosen.configure is not None and chosen.space(raw.bucket_of(args, numerics), dtype) == (None,):
+        return Option(None, "has no configuration for these sizes")
+    return Option(chosen)
 
 
 def _why_not(kernel: Implementation, args: Sequence[Any], numerics: str) -> str | None:
