@@ -63,7 +63,7 @@ def why_not(args: MlaDecodeArgs) -> str | None:
     parts = widths(args.q.shape[3], args.d_v)
     if parts.width > _MOST_WIDTH or parts.rest > _MOST_REST:
         return f"holds values of up to {2 * _MOST_WIDTH} numbers and {_MOST_REST} more of a key"
-    if args.q.dtype == torch.float32 and parts.two:
+    if args.q.dtype == torch.float32 and parts.two and target_of(args.q) != "cpu":
         return f"holds float32 values of up to {_MOST_WIDTH} numbers, because registers spill beyond"
     if args.is_packed and not (addressable(args.q) and addressable(args.kv_cache)):
         return f"reads tokens of {TOKEN_BYTES} bytes, and their queries, at multiples of {VECTOR} bytes"
