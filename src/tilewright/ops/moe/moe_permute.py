@@ -112,11 +112,11 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Forward reads x and writes k rows for each of it; backward the other way."""
+    """Forward reads x and writes k rows for each of it, an operation an element; backward the other way."""
     x, slots, positions = sample.args
     once, often = rows.nbytes(x), x.shape[1] * slots.shape[0] * x.element_size()
     if direction == "fwd":
-        return Cost(0, once + rows.nbytes(slots, positions), often)
+        return Cost(x.shape[1] * slots.shape[0], once + rows.nbytes(slots, positions), often)
     return Cost(x.shape[1] * slots.shape[0], often + rows.nbytes(positions), once)
 
 

@@ -15,15 +15,15 @@ from tilewright.ops.moe.moe_permute import OrderBucket, order_bucket
 
 
 class MoeUnpermuteArgs(NamedTuple):
-    y: Tensor  # (T * k, H)
+    x: Tensor  # (T * k, H)
     weights: Tensor  # (T, k)
     slots: Tensor  # (T * k,) int32
     positions: Tensor  # (T, k) int32
 
 
 class MoeUnpermuteBackwardArgs(NamedTuple):
-    dx: Tensor  # (T, H)
-    y: Tensor  # (T * k, H)
+    dy: Tensor  # (T, H)
+    x: Tensor  # (T * k, H)
     weights: Tensor  # (T, k)
     slots: Tensor  # (T * k,) int32
     positions: Tensor  # (T, k) int32
@@ -31,7 +31,7 @@ class MoeUnpermuteBackwardArgs(NamedTuple):
 
 @dispatch("moe_unpermute")
 def moe_unpermute(
-    y: Tensor,
+    x: Tensor,
     weights: Tensor,
     slots: Tensor,
     positions: Tensor,
@@ -39,36 +39,36 @@ def moe_unpermute(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """x[t] = sum over j of weights[t, j] * y[positions[t, j]], in float32, the first expert's first, rounded once.
+    """y[t] = sum over j of weights[t, j] * x[positions[t, j]], in float32, the first expert's first, rounded once.
 
-    y: (T * k, H) bf16|fp16|fp32, rows in the order of `moe_align`.   weights: (T, k) bf16|fp16|fp32.
+    x: (T * k, H) bf16|fp16|fp32, rows in the order of `moe_align`.   weights: (T, k) bf16|fp16|fp32.
     slots: (T * k,) int32 and positions: (T, k) int32, as `moe_align` makes them; a position of -1 adds nothing, and
     rows of dropped slots are not read.
-    Returns (T, H) in y's dtype.   Gradients of y, 0 in rows of dropped slots, and of the weights, 0 of dropped slots.
+    Returns (T, H) in x's dtype.   Gradients of x, 0 in rows of dropped slots, and of the weights, 0 of dropped slots.
     Nothing is added atomically: results and gradients repeat bit for bit.
     out: contiguous tensor to write instead of allocating; no gradient then.
     backend: run on exactly this backend ("triton" up to k = 64, "torch") or raise BackendError.
     Raises InputError for other dtypes and for shapes that do not fit.
     """
-    result: Tensor = call(CONTRACT, MoeUnpermuteArgs(y, weights, slots, positions), backend, out)
+    result: Tensor = call(CONTRACT, MoeUnpermuteArgs(x, weights, slots, positions), backend, out)
     return result
 
 
-def reference(y: Tensor, weights: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+def reference(x: Tensor, weights: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """Plain torch."""
-    return combined(y, weights, positions)
+    return combined(x, weights, positions)
 
 
-def combined(y: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
+def combined(x: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
     """The weighted sum of the rows of each token."""
-    is_local, dtype = positions >= 0, rows.accumulate_dtype(y.dtype)
-    gathered = y[torch.where(is_local, positions, 0).to(torch.int64)].to(dtype)
-    return torch.where(is_local[..., None], gathered * weights.to(dtype)[..., None], 0).sum(1).to(y.dtype)
+    is_local, dtype = positions >= 0, rows.accumulate_dtype(x.dtype)
+    gathered = x[torch.where(is_local, positions, 0).to(torch.int64)].to(dtype)
+    return torch.where(is_local[..., None], gathered * weights.to(dtype)[..., None], 0).sum(1).to(x.dtype)
 
 
 def _backward(args: MoeUnpermuteBackwardArgs) -> tuple[Tensor, Tensor]:
-    dy, dweights = vjp(lambda y, w: combined(y, w, args.positions), (args.y, args.weights), (args.dx,))
-    return dy, dweights
+    dx, dweights = vjp(lambda x, w: combined(x, w, args.positions), (args.x, args.weights), (args.dy,))
+    return dx, dweights
 
 
 KERNELS = ("triton.moe_unpermute",)
@@ -79,9 +79,9 @@ FORWARD = RawOp(
     MoeUnpermuteArgs,
     package="tilewright.ops.moe",
     kernels=KERNELS,
-    outputs=lambda args: (((args.positions.shape[0], args.y.shape[1]), args.y.dtype),),
-    reference=lambda args: combined(args.y, args.weights, args.positions),
-    bucket=lambda args: order_bucket(args.y.shape[1], args.positions),
+    outputs=lambda args: (((args.positions.shape[0], args.x.shape[1]), args.x.dtype),),
+    reference=lambda args: combined(args.x, args.weights, args.positions),
+    bucket=lambda args: order_bucket(args.x.shape[1], args.positions),
     bucket_names=OrderBucket._fields,
     out=True,
 )
@@ -91,9 +91,9 @@ BACKWARD = RawOp(
     MoeUnpermuteBackwardArgs,
     package="tilewright.ops.moe",
     kernels=KERNELS,
-    outputs=lambda args: ((args.y.shape, args.y.dtype), (args.weights.shape, args.weights.dtype)),
+    outputs=lambda args: ((args.x.shape, args.x.dtype), (args.weights.shape, args.weights.dtype)),
     reference=_backward,
-    bucket=lambda args: order_bucket(args.y.shape[1], args.positions),
+    bucket=lambda args: order_bucket(args.x.shape[1], args.positions),
     bucket_names=OrderBucket._fields,
     count=2,
 )
@@ -102,10 +102,10 @@ BACKWARD = RawOp(
 def check(args: MoeUnpermuteArgs) -> None:
     """Raise InputError for what the docstring of `moe_unpermute` excludes."""
     op = "moe_unpermute"
-    rows.check_floating(op, y=args.y, weights=args.weights)
-    assignment.check_order(op, args.slots, args.positions, args.y.device)
-    if args.y.dim() != 2 or args.y.shape[0] != args.slots.shape[0]:
-        raise InputError(f"{op}: y is {tuple(args.y.shape)}; needs ({args.slots.shape[0]}, H), a row for each slot.")
+    rows.check_floating(op, x=args.x, weights=args.weights)
+    assignment.check_order(op, args.slots, args.positions, args.x.device)
+    if args.x.dim() != 2 or args.x.shape[0] != args.slots.shape[0]:
+        raise InputError(f"{op}: x is {tuple(args.x.shape)}; needs ({args.slots.shape[0]}, H), a row for each slot.")
     if args.weights.shape != args.positions.shape:
         raise InputError(
             f"{op}: weights is {tuple(args.weights.shape)}; needs {tuple(args.positions.shape)} as positions."
@@ -118,29 +118,29 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     """
     ids = assignment.random_ids(params, torch.int64, device, seed)
     g = rows.generator(seed + 1)
-    y = rows.random_tensor((ids.numel(), params["N"]), dtype, device, g)
+    x = rows.random_tensor((ids.numel(), params["N"]), dtype, device, g)
     weights = rows.random_tensor(tuple(ids.shape), params.get("weights", torch.float32), device, g)
-    return Sample((y, weights, *assignment.order_of(ids, params["E"])))
+    return Sample((x, weights, *assignment.order_of(ids, params["E"])))
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Forward reads k rows for each that it writes.  Backward reads dx and y, writes dy."""
-    y, weights, slots, positions = sample.args
-    once, order = positions.shape[0] * y.shape[1] * y.element_size(), rows.nbytes(positions, weights)
+    """Forward reads k rows for each that it writes.  Backward reads dy and x, writes dx."""
+    x, weights, slots, positions = sample.args
+    once, order = positions.shape[0] * x.shape[1] * x.element_size(), rows.nbytes(positions, weights)
     if direction == "fwd":
-        return Cost(2 * y.numel(), rows.nbytes(y) + order, once)
-    return Cost(3 * y.numel(), once + rows.nbytes(y, slots) + order, rows.nbytes(y, weights))
+        return Cost(2 * x.numel(), rows.nbytes(x) + order, once)
+    return Cost(3 * x.numel(), once + rows.nbytes(x, slots) + order, rows.nbytes(x, weights))
 
 
 def _case(name: str, m: int, n: int, e: int, k: int, **options: Any) -> Workload:
     return Workload(name, {"M": m, "N": n, "E": e, "K": k, **options})
 
 
-def _bad(name: str, match: str, y: Any = (6, 8), weights: Any = (3, 2), slots: int = 6, **options: Any) -> BadInput:
+def _bad(name: str, match: str, x: Any = (6, 8), weights: Any = (3, 2), slots: int = 6, **options: Any) -> BadInput:
     def make(device: torch.device) -> Sample:
         ints = options.get("ints", torch.int32)
         order = torch.arange(slots, device=device).to(ints), torch.zeros(3, 2, dtype=ints, device=device)
-        return Sample((torch.ones(y, device=device), torch.ones(weights, device=device), *order))
+        return Sample((torch.ones(x, device=device), torch.ones(weights, device=device), *order))
 
     return BadInput(name, make, match)
 
@@ -157,7 +157,7 @@ CONTRACT = register(
         cost=cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=("y", "weights"),
+            inputs=("x", "weights"),
             save=lambda args, outputs: tuple(args),
             raw_args=lambda grads, saved, args, needs: MoeUnpermuteBackwardArgs(grads[0], *saved),
         ),
@@ -174,8 +174,8 @@ CONTRACT = register(
             _case("empty: no tokens", 0, 64, 8, 2),
         ),
         bad_inputs=(
-            _bad("a vector", r"y is \(6,\)", y=(6,)),
-            _bad("too few rows", r"needs \(6, H\)", y=(5, 8)),
+            _bad("a vector", r"x is \(6,\)", x=(6,)),
+            _bad("too few rows", r"needs \(6, H\)", x=(5, 8)),
             _bad("slots of 64 bits", "slots is .* torch.int64", ints=torch.int64),
             _bad("too few slots", "must agree", slots=5),
             _bad("weights of others", r"weights is \(2, 2\); needs \(3, 2\)", weights=(2, 2)),

@@ -151,11 +151,14 @@ def check(args: TopkSigmoidArgs) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M tokens, N experts, K (at most N), optional n_group, topk_group, renormalize, scale, and those of
-    `routing.random_logits`.
+    """params: M tokens, N experts, K (at most N), optional n_group and topk_group (where these groups can be),
+    renormalize, scale, and those of `routing.random_logits`.
     """
     logits, bias = routing.random_logits(params, dtype, device, seed)
     options = {name: params[name] for name in ("n_group", "topk_group", "renormalize", "scale") if name in params}
+    groups, size = params.get("n_group", 1), params["N"] // params.get("n_group", 1)
+    if params["N"] % groups or size < 2 or params.get("topk_group", 1) * size < params["K"]:
+        options = {name: value for name, value in options.items() if "group" not in name}
     return Sample((logits, min(params["K"], params["N"])), options if bias is None else {**options, "bias": bias})
 
 

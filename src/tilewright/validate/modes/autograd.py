@@ -169,9 +169,10 @@ def _twice(
     for i in case.positions:
         args[i] = args[i].detach().requires_grad_()
     leaves = {f"dd{names[i]}": args[i] for i in case.positions}
-    cotangents = [c.detach().requires_grad_(with_cotangents) for c in extras[:count]]
+    cotangents = [c.detach().requires_grad_(with_cotangents and c.is_floating_point()) for c in extras[:count]]
     if with_cotangents:
-        leaves |= {f"dd{s.name}": c for s, c in zip(case.truth.outputs, cotangents, strict=True)}
+        named = zip(case.truth.outputs, cotangents, strict=True)
+        leaves |= {f"dd{s.name}": c for s, c in named if c.is_floating_point()}
     with torch.enable_grad():
         outputs = as_tuple(function(*args, **sample.kwargs))
         used, weights = _used(outputs, cotangents)

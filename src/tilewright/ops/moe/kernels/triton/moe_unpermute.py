@@ -96,7 +96,7 @@ def why_not(args: MoeUnpermuteArgs | MoeUnpermuteBackwardArgs) -> str | None:
     FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
 )
 def launch(outs: tuple[Tensor], args: MoeUnpermuteArgs, config: Config) -> None:
-    y, positions = as_rows(args.y), args.positions.contiguous()
+    y, positions = as_rows(args.x), args.positions.contiguous()
     tokens, k = positions.shape
     columns = y.shape[1]
     _combine(
@@ -111,7 +111,7 @@ def launch(outs: tuple[Tensor], args: MoeUnpermuteArgs, config: Config) -> None:
     BACKWARD, configure=configure_backward, config_type=Config, configs=LONG, candidates=candidates, why_not=why_not
 )
 def launch_backward(outs: tuple[Tensor, Tensor], args: MoeUnpermuteBackwardArgs, config: Config) -> None:
-    dx, y, positions = as_rows(args.dx), as_rows(args.y), args.positions.contiguous()
+    dx, y, positions = as_rows(args.dy), as_rows(args.x), args.positions.contiguous()
     tokens, k = positions.shape
     _backward(
         (tokens,),
