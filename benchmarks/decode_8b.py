@@ -171,7 +171,7 @@ def measured(make: Callable[[], Step], expected: torch.Tensor | None, options: a
 
 
 def elapsed_ms(run: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Of one of `steps` steps."""
+    """Milliseconds of one of `steps` steps."""
     if device.type != "cuda":
         begin = perf_counter()
         for _ in range(steps):
