@@ -73,7 +73,7 @@ def random_ids(params: Mapping[str, Any], dtype: torch.dtype, device: torch.devi
         ids = torch.rand((m, experts), generator=g).argsort(1)[:, : min(k, experts)]
     if params.get("dropped"):
         ids = torch.where(torch.rand(ids.shape, generator=g) < 0.3, -1, ids)
-    return ids.to(dtype).to(device)
+    return ids.to(dtype).contiguous().to(device)
 
 
 def order_of(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

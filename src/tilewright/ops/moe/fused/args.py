@@ -56,7 +56,13 @@ def fused_bucket(args: FusedMoeArgs | FusedMoeBackwardArgs) -> FusedMoeBucket:
     x, w1, w2, (experts, width, inner) = args.x, args.w1, args.w2, args.w2.shape
     rows = all(t.shape[-1] <= 1 or t.stride(-1) == 1 for t in (w1, w2))
     vector = 16 // x.element_size()
-    aligned = rows and w1.is_contiguous() and copyable(w1) and copyable(w2) and width % vector == inner % vector == 0
+    aligned = (
+        rows
+        and w1.is_contiguous()
+        and copyable(w1)
+        and copyable(w2)
+        and hint(width) % vector == hint(inner) % vector == 0
+    )
     return FusedMoeBucket(
         row_bucket(x.shape[0]),
         hint(args.topk_ids.shape[1]),
