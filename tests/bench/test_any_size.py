@@ -66,7 +66,7 @@ def test_some_ops_get_the_problems_that_they_have_among_all(drawn):
 
 
 def test_the_mix_is_what_the_program_says(programs, drawn):
-    found = drawn(1, 300)
+    found = drawn(1, 400)
     ops = Counter(problem.op for problem in found)
     assert set(ops) == set(programs["any_size_recipes"].RECIPES)
     assert min(ops["matmul"], ops["fmha"]) > 20
@@ -74,7 +74,7 @@ def test_the_mix_is_what_the_program_says(programs, drawn):
     dtypes = Counter(problem.sizes.dtype for problem in found)
     assert dtypes[torch.bfloat16] > 100
     assert min(dtypes[torch.float16], dtypes[torch.float32], dtypes[torch.float8_e4m3fn]) > 20
-    assert 10 < sum(problem.direction == "bwd" for problem in found) < 100
+    assert 10 < sum(problem.direction == "bwd" for problem in found) < 130
     rows = [problem.params["M"] for problem in found if problem.op in ("rms_norm", "swiglu", "softmax", "matmul")]
     assert min(rows) == 1
     assert max(rows) > 4096

@@ -57,7 +57,9 @@ def on_cpu():
 @pytest.mark.parametrize("name", SIMPLE)
 def test_the_second_call_of_a_signature_is_replayed(name, launches, on_cpu):
     subject = on_cpu(name)
-    sample = subject.inputs(subject.cpu_workloads[0].params, torch.bfloat16, torch.device("cpu"), 0)
+    workload = subject.cpu_workloads[0]
+    dtype = workload.dtypes[0] if name == "moe_align" else torch.bfloat16  # which takes ids
+    sample = subject.inputs(workload.params, dtype, torch.device("cpu"), 0)
     call = partial(subject.function, *sample.args, backend="cpu", **sample.kwargs)
     with torch.no_grad():
         call()

@@ -300,7 +300,7 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (
         dense.KERNEL,
         gated_experts(dense_choice.config_of(dense_choice.Tile(128, 256, 1, 1), PROBLEM)),
-        {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 1},
+        {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
     ),
     (grouped.KERNEL, gated_experts(model.deepest(32, 1, 1, model.UNSCALED, grouped=True)), {"HGMMA": 8, "UTMALDG": 4}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),

@@ -251,7 +251,7 @@ def test_a_plan_is_made_once(driver):
     for n in (1, 2, 3):
         kernel((n,), CopyArgs(pointer, pointer, 5, 6), COPY, block=32, shared_bytes=64)
     assert len(driver.loaded) == 1
-    shape = {"block": (32, 1, 1), "shared_bytes": 64, "cluster": None, "dependent": False}
+    shape = {"block": (32, 1, 1), "shared_bytes": 64, "cluster": None, "dependent": False, "cooperative": False}
     assert driver.prepared == [("TTii", shape)]
     assert driver.launched == [(n, 1, 1, 1000, None, "map", "map", 5, 6) for n in (1, 2, 3)]
 

@@ -45,7 +45,7 @@ class Choice:
     raw_args: tuple[Any, ...]
 
 
-def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
+def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor | None]) -> Choice:
     """Ask dispatch which implementations of this direction can run `sample`."""
     contract = case.contract
     with torch.no_grad(), record() as recording:
@@ -83,7 +83,7 @@ def contestants(case: Case, selection: Choice, device: torch.device, against: Se
     return ours + [Contestant(peer.name, False, peer.make, getattr(peer, "judge", None)) for peer in peers]
 
 
-def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequence[Tensor]) -> Call | None:
+def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequence[Tensor | None]) -> Call | None:
     """The timed call on a private copy of `sample`: some libraries write into inputs, and shared ones would be cached.
 
     Backward: runs the forward now, on the current stream, and returns the gradient computation alone, repeatable.
@@ -100,7 +100,7 @@ def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequ
         outputs = tensors(call())
     if len(outputs) != len(cotangents):
         raise InputError(f"{contestant.name} returned {len(outputs)} outputs, the op has {len(cotangents)}")
-    grads = [grad.to(output.dtype, copy=True) for grad, output in zip(cotangents, outputs, strict=True)]
+    outputs, grads = _with_gradients(outputs, cotangents)
     return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
 
 
@@ -134,16 +134,26 @@ def gradient_inputs(contract: Contract) -> tuple[int, ...]:
     return contract.gradient.inputs if contract.gradient is not None else ()
 
 
-def random_cotangents(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """One random tensor an output, in its shape and dtype."""
+def random_cotangents(outputs: Sequence[Tensor], seed: int) -> list[Tensor | None]:
+    """One random tensor an output, in its shape and dtype; None for integers, such as the ids of a router."""
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
-    return [
-        torch.randn(o.shape, generator=generator, device=o.device, dtype=torch.float32).to(o.dtype) for o in outputs
-    ]
+
+    def drawn(o: Tensor) -> Tensor:
+        return torch.randn(o.shape, generator=generator, device=o.device, dtype=torch.float32).to(o.dtype)
+
+    return [drawn(o) if o.is_floating_point() else None for o in outputs]
+
+
+def _with_gradients(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(outputs that have a cotangent, their cotangents in their dtypes, copied)."""
+    pairs = [(o, g.to(o.dtype, copy=True)) for o, g in zip(outputs, cotangents, strict=True) if g is not None]
+    return [o for o, _ in pairs], [g for _, g in pairs]
 
 
 def reference_outputs(
-    contract: Contract, sample: Sample, direction: Direction, cotangents: Sequence[Tensor]
+    contract: Contract, sample: Sample, direction: Direction, cotangents: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Run the reference on `sample`, in its dtype: outputs, or gradients for `cotangents`."""
     if direction == "fwd":
@@ -152,7 +162,8 @@ def reference_outputs(
     leaves = copied(sample, gradient_inputs(contract))
     outputs = tensors(contract.reference(*leaves.args, **leaves.kwargs))
     inputs = [a for a in leaves.args if isinstance(a, Tensor) and a.requires_grad]
-    return list(torch.autograd.grad(outputs, inputs, [g.to(o.dtype) for g, o in zip(cotangents, outputs, strict=True)]))
+    outputs, grads = _with_gradients(outputs, cotangents)
+    return list(torch.autograd.grad(outputs, inputs, grads))
 
 
 def _choice(raw: RawOp, raw_args: tuple[Any, ...], chosen: str) -> Choice:

@@ -88,7 +88,7 @@ def raw_call(problem: Problem, sample: Sample) -> Call:
     gradient = problem.contract.gradient
     assert gradient is not None, "a case has a backward only where the contract has one"
     outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-    cotangents = tuple(torch.randn_like(output) for output in outputs)
+    cotangents = tuple(torch.randn_like(output) if output.is_floating_point() else None for output in outputs)
     plain = tuple(None if isinstance(a, Tensor) else a for a in args)
     needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
     return Call(gradient.op, gradient.raw_args(cotangents, gradient.save(args, outputs), plain, needs))

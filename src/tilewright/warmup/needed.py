@@ -66,7 +66,8 @@ def trace_case(case: Case) -> RawCall:
         plain = tuple(None if isinstance(a, Tensor) else a for a in args)
         needs = tuple(isinstance(a, Tensor) for a in args)
         public_count = len(public) if isinstance(public, tuple) else 1
-        grads = tuple(torch.empty_like(out) if i < public_count else None for i, out in enumerate(outputs))
+        returned = (out if i < public_count and out.is_floating_point() else None for i, out in enumerate(outputs))
+        grads = tuple(None if out is None else torch.empty_like(out) for out in returned)
         return RawCall(gradient.op, gradient.raw_args(grads, gradient.save(args, outputs), plain, needs))
 
 

@@ -87,7 +87,7 @@ class _Case:
         self.peer_names: set[str] = set()
         self.left_out: list[Note] = []
         self.failures: list[Note] = []
-        self.cotangents: list[Tensor] = []
+        self.cotangents: list[Tensor | None] = []
         if case.direction == "bwd":
             self.cotangents = random_cotangents(reference_outputs(contract, self.sample, "fwd", ()), seed)
         self.judge = self._judge()
@@ -122,7 +122,7 @@ class _Case:
 
     def _judge(self) -> accuracy.Judge:
         contract, direction = self.case.contract, self.case.direction
-        grads_fp64 = [g.double() for g in self.cotangents]
+        grads_fp64 = [None if g is None else g.double() for g in self.cotangents]
         oracle = [t.detach() for t in reference_outputs(contract, accuracy.upcast(self.sample), direction, grads_fp64)]
         torchs = reference_outputs(contract, self.sample, direction, self.cotangents)
         return accuracy.Judge(oracle, torchs, contract.tolerance if direction == "fwd" else contract.gradient_tolerance)

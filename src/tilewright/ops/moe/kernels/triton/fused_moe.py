@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
+from tilewright.jit.tensor_map import plain_strides
 from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.gemm.grouped.args import (
     GroupedArgs,
@@ -105,7 +106,9 @@ def gated_rows(hidden: Tensor, args: FusedMoeArgs, rows: pipeline.Order, config:
     inner = twice // 2
     count = rows.slots.shape[0]
     arch = target_of(x)
-    descriptors = tiling.has_descriptors(arch) and copyable(w1)
+    # One column may have rows a step of one apart, which a descriptor of rows cannot take
+    descriptors = tiling.has_descriptors(arch) and copyable(w1) and width > 1
+    stride_we, stride_wn, _ = plain_strides(w1)
     if arch.startswith("sm_8"):
         config = config._replace(block_n=min(config.block_n, 64))  # operands of its products lie in registers
     if arch.startswith("gfx"):
@@ -123,7 +126,7 @@ def gated_rows(hidden: Tensor, args: FusedMoeArgs, rows: pipeline.Order, config:
         (max(1, min(tiles, min(programs, 2) * usable_sms(x.device))),),
         (
             hidden, x, w1, rows.slots, rows.starts, rows.ends, args.topk_ids.shape[1], experts, count, inner, width,
-            x.stride(0), w1.stride(0), w1.stride(1),
+            x.stride(0), stride_we, stride_wn,
         ),
         (
             args.activation, descriptors, width % config.block_k == 0, vector if is_aligned else 1,
