@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tilewright import settings
+from tilewright.bench.cases import select
 from tilewright.dispatch import register_impl, unregister_impl
 from tilewright.errors import BackendError, UsageError
 from tilewright.models.cpu_sizes import every_size_on_ops
 from tilewright.warmup import architectures
 from tilewright.warmup.absent import _index
-from tilewright.warmup.needed import trace_model, trace_suite
+from tilewright.warmup.needed import trace_case, trace_model, trace_suite
 from tilewright.warmup.planning import plan
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -263,7 +264,10 @@ def test_indexing_by_tensors_and_masks():
 
 
 def test_the_program_of_packed_sequences_is_prepared():
-    calls = (call for call in trace_suite("attention", None, "cuda") if call.op.op == "fmha_varlen")
-    names = {job.name for job in plan(calls, "sm_90", ()).jobs}
+    def first(device):
+        cases = select("attention", ops=["fmha_varlen"], device=torch.device(device))
+        return map(trace_case, cases[:1])
+
+    names = {job.name for job in plan(first("cuda"), "sm_90", ()).jobs}
     assert {"_packed_kernel", "_carry_kernel"} <= names
-    assert "_packed_kernel" not in {job.name for job in plan(trace_suite("attention", None, "cpu"), "cpu", ()).jobs}
+    assert "_packed_kernel" not in {job.name for job in plan(first("cpu"), "cpu", ()).jobs}
