@@ -14,7 +14,8 @@ class Option(NamedTuple):
     """One backend in one call.
 
     implementation  what runs the call, without the kernels that cannot; None for torch's reference, and where none can
-    why_not         the reason that nothing of this backend can run it, in words; None where something can
+    why_not         the reason that nothing of this backend can run it, in words; None where something can.  With an
+                    implementation: it has no config of its own for these sizes, and needs that of a table row
     """
 
     implementation: Implementation | None
@@ -41,6 +42,18 @@ def runnable(
     return {name: option.implementation for name, option in items if option.why_not is None}
 
 
+def tunable(
+    raw: "RawOp", backends: Mapping[str, Implementation], args: Sequence[Any], numerics: str
+) -> dict[str, Implementation | None]:
+    """Those of `options` that can run the call with some config, in the same order; None for torch's reference."""
+    bucket, dtype = raw.bucket_of(args, numerics), raw.dtype_of(args)
+    return {
+        name: option.implementation
+        for name, option in options(raw, backends, args, numerics).items()
+        if option.why_not is None or (option.implementation and option.implementation.space(bucket, dtype) != (None,))
+    }
+
+
 def _option(raw: "RawOp", implementation: Implementation, args: Sequence[Any], numerics: str) -> Option:
     dtype, reason = raw.dtype_of(args), missing(implementation.backend, raw.device_of(args).type)
     if reason is None and dtype not in raw.dtypes:
@@ -53,8 +66,8 @@ def _option(raw: "RawOp", implementation: Implementation, args: Sequence[Any], n
     if not able:
         return Option(None, joint_reason(kernels, reasons))
     chosen = implementation.only(able)
-    if chosen.configure is not None and chosen.space(raw.bucket_of(args, numerics), dtype) == (None,):
-        return Option(None, "has no configuration for these sizes")
+    if chosen.configure is not None and chosen.configure(raw.bucket_of(args, numerics), dtype) is None:
+        return Option(chosen, "has no configuration for these sizes")
     return Option(chosen)
 
 

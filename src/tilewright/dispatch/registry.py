@@ -63,12 +63,12 @@ class Implementation:
     def space(self, bucket: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
         """Every config worth timing, that of `configure` first; (None,) where there is nothing to choose."""
         default = self.configure(bucket, dtype) if self.configure else None
-        configs = [default]
+        configs = [] if default is None else [default]
         for config in self.candidates(bucket, dtype) if self.candidates else ():
             # NamedTuples of different kernels are equal where their values are
             if not any(type(config) is type(other) and config == other for other in configs):
                 configs.append(config)
-        return tuple(configs)
+        return tuple(configs) or (None,)
 
     def kernel_of(self, config: Any) -> "Implementation":
         """The kernel that `config` configures."""

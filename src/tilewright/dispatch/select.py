@@ -55,12 +55,12 @@ def choose(
     without = without or {}
     per_backend = options(raw, implementations(raw.op, raw.direction, device.type), args, numerics)
     per_backend |= {name: Option(None, reason) for name, reason in without.items()}
-    why_not = {name: option.why_not for name, option in per_backend.items()}
-    usable = [name for name, reason in why_not.items() if reason is None]
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
 
     row = table.lookup(raw.op, raw.direction, text, dtype_name, numerics, device_info(device))
     tuned, misfits = _tuned(row, per_backend, bucket, dtype) if row is not None else ({}, {})
+    why_not = {name: None if name in tuned else option.why_not for name, option in per_backend.items()}
+    usable = [name for name, reason in why_not.items() if reason is None]
 
     def plan(name: str, why: str, row: table.Row | None = None) -> Plan:
         implementation = per_backend[name].implementation
