@@ -15,7 +15,7 @@ TOOL = f"""#!{sys.executable}
 import os, pathlib, sys, time
 tool, case = sys.argv[sys.argv.index("--tool") + 1], sys.argv[-1]
 if "weight only" in case:
-    started = pathlib.Path(__file__).with_name("started.new")
+    started = pathlib.Path(__file__).with_name(str(os.getpid()))  # cases start side by side
     started.write_text(str(os.getpgid(0)))
     started.rename(started.with_name("started"))
     time.sleep(3600)  # until it is killed
