@@ -63,9 +63,9 @@ def test_greedy_tokens_are_those_of_generate(name):
 
 
 def test_short_pages_chunks_and_shared_prefixes_change_nothing(model):
-    prompts = [prompt(40), prompt(40)[:32] + [5], prompt(17, 1), prompt(1, 2), prompt(30, 3), prompt(40)]
+    prompts = [prompt(40), [*prompt(40)[:32], 5], prompt(17, 1), prompt(1, 2), prompt(30, 3), prompt(40)]
     with Engine(model, cache_tokens=80, **SIZES) as engine:
-        for again in (False, True):
+        for _ in range(2):
             outputs = engine.generate(prompts, SamplingParams(max_tokens=30))
             assert [o.tokens for o in outputs] == [expected(model, p, 30) for p in prompts]
         assert engine.statistics["preemptions"] > 0
@@ -158,9 +158,10 @@ def test_a_cancelled_request_ends_and_others_go_on(engine, model):
     output = long.result(timeout=60)
     assert output.reason == "cancelled" and 1 <= len(output.tokens) < 90
     assert other.result(timeout=60).tokens == expected(model, prompt(5, 1), 90)
-    for piece in engine.stream(prompt(5), SamplingParams(max_tokens=90)):
-        break  # leaving the loop cancels
-    assert piece.token == output.tokens[0]
+    pieces = engine.stream(prompt(5), SamplingParams(max_tokens=90))
+    assert next(pieces).token == output.tokens[0]
+    pieces.close()  # as leaving a loop does
+    assert engine.generate(prompt(5), SHORT)[0].tokens == expected(model, prompt(5), SHORT.max_tokens)
 
 
 @pytest.mark.parametrize(

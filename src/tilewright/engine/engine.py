@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequences
 from contextlib import ExitStack, suppress
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tilewright.engine.params import SamplingParams
 from tilewright.engine.runner import Results, Runner
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence, Status
-from tilewright.errors import InputError
+from tilewright.errors import InputError, TilewrightError
 from tilewright.generate import checks
 from tilewright.log import logger
 
@@ -88,6 +89,7 @@ class Engine:
         self._generations: dict[Sequence, Generation] = {}
         self._news = threading.Condition()
         self._arrived: list[tuple[Sequence, Generation]] = []
+        self._warmups: list[threading.Event] = []
         self._closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tilewright-engine", daemon=True)
@@ -107,8 +109,8 @@ class Engine:
         room = min(self.max_context, self._scheduler.pool.pages * self._scheduler.pool.page_size)
         if len(tokens) + params.max_tokens > room:
             raise InputError(
-                f"Engine: {len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the {room} of a request. Shorten "
-                "the prompt, lower max_tokens, or make an engine with a larger max_context and cache_tokens."
+                f"Engine: {len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the {room} of a request. "
+                "Shorten the prompt, lower max_tokens, or make an engine with a larger max_context and cache_tokens."
             )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
@@ -153,6 +155,19 @@ class Engine:
         finally:
             if not generation.done:
                 generation.cancel()
+
+    def warmup(self) -> float:
+        """Capture every CUDA graph of steps that decode; otherwise the first step of a size does.  Returns seconds."""
+        begin = perf_counter()
+        with self._news:
+            if self._closed:
+                raise InputError("Engine: it is closed.")
+            self._warmups.append(done := threading.Event())
+            self._news.notify()
+        done.wait()
+        if self._failure is not None:
+            raise TilewrightError(f"Engine: warmup failed: {self._failure}") from self._failure
+        return perf_counter() - begin
 
     def close(self) -> None:
         """End the thread; requests that have not ended are cancelled.  A second call does nothing."""
@@ -207,11 +222,14 @@ class Engine:
     def _take_news(self, wait: bool) -> bool:
         """Take arrived and cancelled requests; False once the engine is closed.  wait: for any of these."""
         with self._news:
-            while wait and not self._arrived and not self._closed:
+            while wait and not (self._arrived or self._warmups or self._closed):
                 self._news.wait()
             if self._closed:
                 return False
             arrived, self._arrived = self._arrived, []
+        if self._warmups:
+            self._runner.capture()
+            self._end_warmups()
         for sequence, generation in arrived:
             self._generations[sequence] = generation
             self._scheduler.add(sequence)
@@ -252,6 +270,13 @@ class Engine:
             sequence.status, sequence.reason = Status.FINISHED, "cancelled"
             generation.end(self._failure)
         self._generations.clear()
+        self._end_warmups()
+
+    def _end_warmups(self) -> None:
+        with self._news:
+            ended, self._warmups = self._warmups, []
+        for event in ended:
+            event.set()
 
     def _wake(self) -> None:
         with self._news:

@@ -5,9 +5,11 @@ the pages of the layer and attends over them; a `Pages` that travels as an argum
 """
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from tilewright.ops.kvcache.kv_append_ import kv_append_
 _NAME = "tilewright_pages"
 _NEEDED = ("input_ids", "position_ids", "logits_to_keep")
 _KINDS = {"full_attention", "sliding_attention"}
+_calling: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
+"""Held while the attention of a model is ours: several engines may have one model."""
 
 
 class Layer(NamedTuple):
@@ -50,6 +54,8 @@ class _Shapes(dict[int, tuple[tuple[int, int], tuple[int, int], torch.dtype]]):
 class PagedModel:
     """Raises InputError for a model without this contract: `input_ids`, `position_ids` and `logits_to_keep` in forward,
     layers of full or sliding attention that store their own keys, all parameters on one device, evaluation mode.
+
+    The model's config names our attention during a forward pass of ours, and what it named before at other times.
     """
 
     def __init__(self, model: Any) -> None:
@@ -105,12 +111,13 @@ class PagedModel:
     @contextmanager
     def _attention(self) -> Iterator[None]:
         config = decoder_config(self.model)
-        before = config._attn_implementation
-        config._attn_implementation = _NAME
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+        with _calling.setdefault(self.model, threading.Lock()):
+            before = config._attn_implementation
+            config._attn_implementation = _NAME
+            try:
+                yield
+            finally:
+                config._attn_implementation = before
 
 
 def _checked_device(model: Any) -> torch.device:
@@ -162,9 +169,7 @@ def _attend(
     refuse(kwargs)
     index: Any = module.layer_idx
     if paged_step is None:
-        raise InputError(
-            f"{type(module).__name__} hides arguments of forward from its attention; an engine needs them."
-        )
+        raise InputError(f"{type(module).__name__} is not given what the engine passes to the model's forward.")
     if isinstance(paged_step, _Shapes):
         paged_step[index] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None

@@ -1,8 +1,8 @@
-"""Computes steps: from tokens, through the model and the sampler, to the next tokens, without waiting for any of them.
+"""Computes steps: from tokens, through the model and the sampler, to the next tokens, without waiting for them.
 
-Steps in which every sequence has one token are CUDA graphs, one for each of a few batch sizes; a smaller batch is padded
-with sequences of length 0, which write no keys.  A drawn token stays on the device, in the row of its sequence's slot,
-where the next step finds it; the host reads it when it has queued that step.
+Steps in which every sequence has one token are CUDA graphs, one for each of a few batch sizes; a smaller batch is
+padded with sequences of length 0, which write no keys.  A drawn token stays on the device, in the row of its sequence's
+slot, where the next step finds it; the host reads it when it has queued that step.
 """
 
 from collections.abc import Sequence
@@ -66,11 +66,16 @@ class Runner:
             event.record()
         return Results(chunks, read, event)
 
+    def capture(self) -> None:
+        """Have the graph of every batch size."""
+        if self._graphs is not None:
+            for batch in sorted({self.padded(batch) for batch in range(1, self.sizes.max_batch + 1)}):
+                self._capture(batch)
+
     def padded(self, batch: int) -> int:
-        """The batch size whose graph serves `batch` sequences: powers of two up to 8, then multiples of 8, 16, 32 ..."""
-        step = 1 << max(0, (batch - 1).bit_length() - 2) if batch > 8 else 0
-        size = -(-batch // step) * step if step else 1 << (batch - 1).bit_length()
-        return min(size, self.sizes.max_batch)
+        """The batch size whose graph serves `batch` sequences: a power of two, or one and a half times that."""
+        power = 1 << (batch - 1).bit_length()
+        return min(3 * power // 4 if power > 2 and batch <= 3 * power // 4 else power, self.sizes.max_batch)
 
     def _capture(self, batch: int) -> None:
         """Have the graph of `batch` sequences.  Its warm-up runs with sequences of length 0 alone."""
@@ -91,14 +96,17 @@ class Runner:
         cu_seqlens = None if decodes else of("cu_seqlens", batch + 1)
         pages = Pages(self.model.layers, of("lengths", batch), of("block_table", batch), cu_seqlens)
         logits = self.model.forward(ids, of("positions", tokens), of("rows", batch), pages)
-        names = ("temperature", "top_k", "top_p", "min_p")
         drawn = sample(
-            logits, of("seeds", batch), of("draw_positions", batch), logprobs="model",
-            **{name: of(name, batch) for name in names},
-        )  # fmt: skip
+            logits,
+            of("seeds", batch),
+            of("draw_positions", batch),
+            temperature=of("temperature", batch),
+            top_k=of("top_k", batch),
+            top_p=of("top_p", batch),
+            min_p=of("min_p", batch),
+            logprobs="model",
+        )
         next_tokens, logprobs = drawn
-        newest.index_copy_(
-            0, of("slots", batch), next_tokens.clamp(min=0)
-        )  # -1 of a row of NaN is no token to go on with
+        newest.index_copy_(0, of("slots", batch), next_tokens.clamp(min=0))  # a row of NaN draws -1
         self._outputs[0, :batch] = next_tokens
         self._outputs[1, :batch] = logprobs

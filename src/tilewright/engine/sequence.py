@@ -15,6 +15,8 @@ from tilewright.engine.params import SamplingParams
 
 
 class Status(Enum):
+    """Where a request is, as drawn above."""
+
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
