@@ -61,8 +61,8 @@ def generate_text(
         report["baseline"] = _baseline(loaded, tokens, params)
     if place.startswith("cuda"):
         patch(loaded.model, fp8=fp8)
-    longest = loaded.model.config.get_text_config(decoder=True).max_position_embeddings
-    room = min(longest, len(tokens) + max_tokens)
+    config: Any = loaded.model.config
+    room = min(config.get_text_config(decoder=True).max_position_embeddings, len(tokens) + max_tokens)
     with Engine(loaded.model, loaded.tokenizer, max_batch=1, max_context=room) as engine:
         engine.warmup()
         begin, first = perf_counter(), 0.0

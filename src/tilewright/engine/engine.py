@@ -162,9 +162,9 @@ class Engine:
         with self._news:
             if self._closed:
                 raise InputError("Engine: it is closed.")
-            self._warmups.append(done := threading.Event())
+            self._warmups.append(ended := threading.Event())
             self._news.notify()
-        done.wait()
+        ended.wait()
         if self._failure is not None:
             raise TilewrightError(f"Engine: warmup failed: {self._failure}") from self._failure
         return perf_counter() - begin

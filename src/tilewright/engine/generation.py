@@ -62,7 +62,7 @@ class Generation:
             self._outcome.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError(f"the request has not ended after {timeout} s.") from None
-        self._outcome.put(None)  # for whoever else waits
+        self._outcome.put(None)  # for others who wait
         if self._error is not None:
             raise TilewrightError(f"the request failed: {self._error}") from self._error
         sequence = self._sequence

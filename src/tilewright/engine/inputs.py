@@ -73,14 +73,14 @@ class StepInputs:
         views["sources"][:tokens] = -1
         views["slots"][:batch] = self.sizes.spare
         views["top_p"][:batch] = 1
-        at = 0
+        start = 0
         for row, chunk in enumerate(chunks):
-            sequence, end = chunk.sequence, at + chunk.count
-            known = sequence.tokens[chunk.start : chunk.end]
-            views["ids"][at : at + len(known)] = known
-            if len(known) < chunk.count:  # the newest token, drawn by a step that is still queued
+            sequence, end = chunk.sequence, start + chunk.count
+            tokens_read = sequence.tokens[chunk.start : chunk.end]
+            views["ids"][start : start + len(tokens_read)] = tokens_read
+            if len(tokens_read) < chunk.count:  # the newest token, drawn by a step that is still queued
                 views["sources"][end - 1] = sequence.slot
-            views["positions"][at:end] = range(chunk.start, chunk.end)
+            views["positions"][start:end] = range(chunk.start, chunk.end)
             views["rows"][row] = end - 1
             views["draw_positions"][row] = chunk.end
             views["lengths"][row] = chunk.end
@@ -91,8 +91,8 @@ class StepInputs:
             views["seeds"][row] = sequence.seed
             for name in ("temperature", "top_k", "top_p", "min_p"):
                 views[name][row] = getattr(params, name)
-            at = views["cu_seqlens"][row + 1] = end
-        views["cu_seqlens"][len(chunks) + 1 : batch + 1] = at
+            start = views["cu_seqlens"][row + 1] = end
+        views["cu_seqlens"][len(chunks) + 1 : batch + 1] = start
         for name, array in host.items():
             count = tokens if name in _OF_TOKENS else batch + (name == "cu_seqlens")
             self._device[name][:count].copy_(array[:count], non_blocking=True)

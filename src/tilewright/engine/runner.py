@@ -90,23 +90,23 @@ class Runner:
         torch.cuda.current_stream(self.model.device).synchronize()
 
     def _compute(self, tokens: int, batch: int, decodes: bool) -> None:
-        of, newest = self._inputs.device, self._newest
-        sources = of("sources", tokens)
-        ids = torch.where(sources < 0, of("ids", tokens), newest[sources.clamp(min=0)])
-        cu_seqlens = None if decodes else of("cu_seqlens", batch + 1)
-        pages = Pages(self.model.layers, of("lengths", batch), of("block_table", batch), cu_seqlens)
-        logits = self.model.forward(ids, of("positions", tokens), of("rows", batch), pages)
+        inputs, newest = self._inputs.device, self._newest
+        sources = inputs("sources", tokens)
+        ids = torch.where(sources < 0, inputs("ids", tokens), newest[sources.clamp(min=0)])
+        cu_seqlens = None if decodes else inputs("cu_seqlens", batch + 1)
+        pages = Pages(self.model.layers, inputs("lengths", batch), inputs("block_table", batch), cu_seqlens)
+        logits = self.model.forward(ids, inputs("positions", tokens), inputs("rows", batch), pages)
         drawn = sample(
             logits,
-            of("seeds", batch),
-            of("draw_positions", batch),
-            temperature=of("temperature", batch),
-            top_k=of("top_k", batch),
-            top_p=of("top_p", batch),
-            min_p=of("min_p", batch),
+            inputs("seeds", batch),
+            inputs("draw_positions", batch),
+            temperature=inputs("temperature", batch),
+            top_k=inputs("top_k", batch),
+            top_p=inputs("top_p", batch),
+            min_p=inputs("min_p", batch),
             logprobs="model",
         )
         next_tokens, logprobs = drawn
-        newest.index_copy_(0, of("slots", batch), next_tokens.clamp(min=0))  # a row of NaN draws -1
+        newest.index_copy_(0, inputs("slots", batch), next_tokens.clamp(min=0))  # a row of NaN draws -1
         self._outputs[0, :batch] = next_tokens
         self._outputs[1, :batch] = logprobs
