@@ -63,7 +63,7 @@ class Scheduler:
         return planned
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence; queued steps may still write its pages, and whoever gets them is queued behind."""
+        """End a sequence; queued steps may still write its pages, and their next holder is queued behind."""
         if sequence.status is Status.RUNNING:
             self._leave(sequence)
         elif sequence.status is Status.WAITING:
