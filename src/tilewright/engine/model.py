@@ -62,6 +62,10 @@ class PagedModel:
         self.model = model
         self.device = _checked_device(model)
         _register()
+        # A mask that transformers hands on as it is: making one would look at positions on the host
+        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        kinds = getattr(decoder_config(model), "layer_types", None)
+        self._mask = mask if kinds is None else dict.fromkeys(kinds, mask)
         with self._attention(), torch.inference_mode():
             self.shapes = _Shapes()
             ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -100,6 +104,7 @@ class PagedModel:
         output = self.model(
             input_ids=ids,
             position_ids=positions,
+            attention_mask=self._mask,
             use_cache=False,
             return_dict=True,
             logits_to_keep=rows,
@@ -140,15 +145,10 @@ def _checked_device(model: Any) -> torch.device:
 
 
 def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
     if _NAME not in AttentionInterface():
         AttentionInterface.register(_NAME, _attend)
-        AttentionMaskInterface.register(_NAME, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Lengths, tables and windows say what a query sees."""
 
 
 def _attend(
@@ -165,7 +165,9 @@ def _attend(
     paged_step: Pages | _Shapes | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query: (1, H, T, D)   key: (1, H_kv, T, D)   value: (1, H_kv, T, D_v).   Returns (1, T, H, D_v) and None."""
+    """query: (1, H, T, D)   key: (1, H_kv, T, D)   value: (1, H_kv, T, D_v).   attention_mask: not read; lengths, the
+    table and windows say what a query sees.   Returns (1, T, H, D_v) and None.
+    """
     refuse(kwargs)
     index: Any = module.layer_idx
     if paged_step is None:
