@@ -106,11 +106,10 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         tokens = self._tokens(prompt)
-        room = min(self.max_context, self._scheduler.pool.pages * self._scheduler.pool.page_size)
-        if len(tokens) + params.max_tokens > room:
+        if len(tokens) + params.max_tokens > self.room:
             raise InputError(
-                f"Engine: {len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the {room} of a request. "
-                "Shorten the prompt, lower max_tokens, or make an engine with a larger max_context and cache_tokens."
+                f"Engine: {len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the {self.room} of a "
+                "request. Shorten the prompt, lower max_tokens, or have a larger max_context and cache_tokens."
             )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
@@ -182,6 +181,16 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """True while requests are taken."""
+        return not self._closed
+
+    @property
+    def room(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return min(self.max_context, self._scheduler.pool.pages * self._scheduler.pool.page_size)
 
     @property
     def statistics(self) -> dict[str, int]:

@@ -3,7 +3,9 @@
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tilewright.engine.sequence import Sequence
@@ -48,6 +50,7 @@ class Generation:
         self._pieces: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._outcome: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._notify: Callable[[], Any] | None = None
         self._delivered = 0
         self.cancelled = False
 
@@ -82,13 +85,31 @@ class Generation:
             yield Piece(-1, rest)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        loop, pieces = asyncio.get_running_loop(), iter(self)
+        """The same in an event loop, without a thread that waits; leaving the loop early cancels the request."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        text = None if self._tokenizer is None else TextStream(self._tokenizer)
+        self._notify = partial(loop.call_soon_threadsafe, arrived.set)
         try:
-            while (piece := await loop.run_in_executor(None, next, pieces, None)) is not None:
-                yield piece
+            while True:
+                while not self._pieces.empty():
+                    token = self._pieces.get()
+                    if token is None:
+                        self.result()
+                        if text is not None and (rest := text.end()):
+                            yield Piece(-1, rest)
+                        return
+                    yield Piece(token, "" if text is None else text.push(token))
+                await arrived.wait()
+                arrived.clear()
         finally:
+            self._notify = None
             if not self.done:
                 self.cancel()
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return self._sequence.prompt_length
 
     @property
     def done(self) -> bool:
@@ -102,9 +123,16 @@ class Generation:
         for token in self._sequence.new_tokens[self._delivered :]:
             self._pieces.put(token)
             self._delivered += 1
+        self._wake_reader()
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing comes any more."""
         self._error = error
         self._outcome.put(None)
         self._pieces.put(None)
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if (notify := self._notify) is not None:
+            with suppress(RuntimeError):  # the reader's event loop is closed
+                notify()
