@@ -62,6 +62,7 @@ _MODULES = (
     "models",
     "nn",
     "ops",
+    "serve",
     "settings",
     "tuning",
     "validate",
