@@ -50,7 +50,7 @@ class PagePool:
 
     @property
     def idle(self) -> int:
-        """Number of pages that hold a prefix for whoever asks next."""
+        """Number of pages that hold a prefix for the next request."""
         return len(self._idle)
 
     def allocate(self, count: int) -> list[int] | None:

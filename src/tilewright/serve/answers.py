@@ -30,8 +30,8 @@ async def parts(generation: Generation, stops: Sequence[str], metrics: Metrics) 
             if piece.token >= 0:
                 timing.token()
             held += piece.text
-            if found := [place for stop in stops if (place := held.find(stop)) >= 0]:
-                yield Part(held[: min(found)], "stop")
+            if places := [place for stop in stops if (place := held.find(stop)) >= 0]:
+                yield Part(held[: min(places)], "stop")
                 return
             ready = len(held) - _beginning(held, stops)
             if ready:

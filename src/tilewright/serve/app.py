@@ -94,17 +94,17 @@ def create_app(
         return await asyncio.to_thread(_PAGE.read_text, "utf-8")
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionRequest, request: Request) -> Response:
-        prompts = asked.prompts()
-        return await server.answer(asked, prompts, Completion, request, asked.logprobs is not None, _DEFAULT_TOKENS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        prompts = body.prompts()
+        return await server.answer(body, prompts, Completion, request, body.logprobs is not None, _DEFAULT_TOKENS)
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        if asked.max_completion_tokens is not None:
-            asked.max_tokens = asked.max_completion_tokens
-        tokens = server.chat_tokens(asked)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        if body.max_completion_tokens is not None:
+            body.max_tokens = body.max_completion_tokens
+        tokens = server.chat_tokens(body)
         room = max(engine.room - len(tokens), 1)
-        return await server.answer(asked, [tokens], Chat, request, asked.logprobs, room)
+        return await server.answer(body, [tokens], Chat, request, body.logprobs, room)
 
     return app
 
@@ -134,19 +134,19 @@ class _Server:
         """A request was answered."""
         self.metrics.requests.labels(str(status)).inc()
 
-    def chat_tokens(self, asked: ChatRequest) -> list[int]:
+    def chat_tokens(self, body: ChatRequest) -> list[int]:
         """The chat as the model's template writes it."""
         tokenizer = self.engine.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise InputError(f"{self.name} has no chat template; use /v1/completions.")
-        messages = [message.model_dump(exclude_none=True) for message in asked.messages]
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
         try:
             encoded = tokenizer.apply_chat_template(
                 messages,
-                tools=asked.tools if asked.tool_choice != "none" else None,
+                tools=body.tools if body.tool_choice != "none" else None,
                 add_generation_prompt=True,
                 return_dict=True,
-                **(asked.chat_template_kwargs or {}),
+                **(body.chat_template_kwargs or {}),
             )
         except Exception as error:  # a template is a program of the model's: it says what it does not take
             raise InputError(f"the chat template refuses these messages: {error}") from error
@@ -154,7 +154,7 @@ class _Server:
 
     async def answer(
         self,
-        asked: Sampled,
+        body: Sampled,
         prompts: Sequence[str | list[int]],
         form: type[Completion] | type[Chat],
         request: Request,
@@ -162,14 +162,14 @@ class _Server:
         default_tokens: int,
     ) -> Response:
         """Answer all prompts, whole or streamed."""
-        if asked.model is not None and asked.model != self.name:
-            raise _Refusal(404, f"no model is named {asked.model}; this server has {self.name}.")
-        asked.check()
-        if asked.stream and logprobs:
+        if body.model is not None and body.model != self.name:
+            raise _Refusal(404, f"no model is named {body.model}; this server has {self.name}.")
+        body.check()
+        if body.stream and logprobs:
             raise InputError("logprobs come with whole answers alone; leave out stream.")
         if self._open + len(prompts) > self.max_waiting:
             raise _Refusal(429, f"{self._open} requests are waiting, of {self.max_waiting}; try again later.")
-        params, stops = asked.params(default_tokens, logprobs), asked.stops()
+        params, stops = body.params(default_tokens, logprobs), body.stops()
         generations: list[Generation] = []
         try:
             for prompt in prompts:
@@ -180,19 +180,19 @@ class _Server:
             raise
         self._open += len(generations)
         envelope = Envelope(form, self.name)
-        if asked.stream:
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
             events = self._events(envelope, generations, stops, with_usage)
             return _Stream(events, partial(self._close, generations))
-        whole = asyncio.ensure_future(self._whole(envelope, generations, stops, logprobs))
+        answer = asyncio.ensure_future(self._whole(envelope, generations, stops, logprobs))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not whole.done():
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
                 raise _Refusal(499, "the client is gone.")
-            return JSONResponse(whole.result())
+            return JSONResponse(answer.result())
         finally:
-            whole.cancel()
+            answer.cancel()
             gone.cancel()
             self._close(generations)
 

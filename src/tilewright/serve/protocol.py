@@ -26,7 +26,7 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {  # field: values that change nothin
 
 
 class StreamOptions(BaseModel):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
