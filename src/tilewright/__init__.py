@@ -3,6 +3,7 @@
     from tilewright import ops              ops.rms_norm(x, weight), ops.swiglu(gate, up), ...
     patch = tilewright.patch(model)         our ops inside a Hugging Face model; patch.undo()
     opt = tilewright.optimize(model, inputs)   measure, change, verify, report
+    engine = tilewright.Engine(model)       many requests at once over a paged cache; engine.generate(prompts)
 
 Everything is imported on first use: `import tilewright` itself loads no compiler and touches no GPU.
 """
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
         set_backend,
         use_backend,
     )
+    from tilewright.engine import Engine
     from tilewright.models import patch
     from tilewright.tuning.own_kernels import tune
 
 _HOME = {
+    "Engine": "tilewright.engine",
     "analyze": "tilewright.assistant",
     "optimize": "tilewright.assistant",
     "calibrate": "tilewright.bench.calibrate",
@@ -51,6 +54,7 @@ _MODULES = (
     "bench",
     "compat",
     "dispatch",
+    "engine",
     "errors",
     "generate",
     "hardware",
@@ -58,6 +62,7 @@ _MODULES = (
     "models",
     "nn",
     "ops",
+    "serve",
     "settings",
     "tuning",
     "validate",
@@ -65,6 +70,7 @@ _MODULES = (
 )
 
 __all__ = [
+    "Engine",
     "analyze",
     "calibrate",
     "explain",

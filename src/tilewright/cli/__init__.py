@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from tilewright import __version__
-from tilewright.cli import bench, cache, doctor, model, op, tune, warmup
+from tilewright.cli import bench, cache, doctor, generate, model, op, serve, tune, warmup
 from tilewright.errors import TilewrightError, VerificationError
 
 # What the parser raises.  Newer versions of typer have their own copy of click: take the base class, not an import
@@ -62,6 +62,8 @@ for _name, _command, _example in (
     ("tune", tune.tune_ops, "path/to/model --budget 10m"),
     ("analyze", model.analyze_model, "path/to/model --prompts prompts.txt"),
     ("optimize", model.optimize_model, "model.py:factory --html report.html"),
+    ("generate", generate.generate_text, 'path/to/model --prompt "Once upon a time"'),
+    ("serve", serve.serve_model, "path/to/model --port 8000"),
 ):
     app.command(_name, epilog=f"Example: tilewright {_name} {_example}")(_command)
 

@@ -1,0 +1,345 @@
+"""Generation for many requests at once: one model, one paged cache, one thread that computes step after step."""
+
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sequences
+from contextlib import ExitStack, suppress
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from tilewright.engine.generation import Generation, Output, Piece
+from tilewright.engine.inputs import Sizes
+from tilewright.engine.model import PagedModel
+from tilewright.engine.pages import PagePool
+from tilewright.engine.params import SamplingParams
+from tilewright.engine.runner import Results, Runner
+from tilewright.engine.scheduler import Scheduler
+from tilewright.engine.sequence import Sequence, Status
+from tilewright.errors import InputError, TilewrightError
+from tilewright.generate import checks
+from tilewright.log import logger
+
+_SHARE = 0.9  # of the device memory that is free beside the model, for the cache
+_HOST_CACHE = 1 << 30  # bytes of the cache on a CPU, at most
+
+Prompt = str | Sequences[int]
+
+
+class Engine:
+    """Continuous batching of a Hugging Face decoder over a paged cache.
+
+    model         a transformers model in evaluation mode, patched or not, or the folder of one.
+    tokenizer     for prompts and results as text; with a folder, the one that lies in it.
+    device, dtype where and how a folder is loaded: by default the GPU if there is one, and the dtype of the checkpoint.
+    max_batch     sequences of one step.
+    max_context   tokens of a prompt and its answer together; default: the model's longest, at most 8192.
+    cache_tokens  tokens that the cache holds; default: what fits 90 % of the free device memory, or 1 GiB on a CPU, and
+                  no more than max_batch * max_context.
+    page_size     tokens of a page; prefixes are shared by whole pages.
+    step_tokens   tokens of one step, so that a long prompt does not hold up those that decode.
+    graphs        CUDA graphs for steps that only decode; default: on a GPU.
+
+    A request's keys and values lie in pages.  Prompts that begin alike share pages; new requests join between steps; a
+    prompt is computed in chunks beside the steps of others; where pages are short the youngest request waits and
+    computes its pages again.  The thread that computes is one step ahead of what the host has read.
+
+    Greedy tokens are those of `model.generate` up to rounding: products of other sizes add in another order.  Drawn
+    tokens depend on prompt, seed and logits alone.  Use as a context manager, or call `close`.
+    Raises InputError for models that `PagedModel` does not take, and for sizes that fit no cache.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str = "auto",
+        max_batch: int = 64,
+        max_context: int | None = None,
+        cache_tokens: int | None = None,
+        page_size: int = 16,
+        step_tokens: int = 2048,
+        graphs: bool | None = None,
+    ) -> None:
+        for name, value in {"max_batch": max_batch, "page_size": page_size, "step_tokens": step_tokens}.items():
+            if value < 1:
+                raise InputError(f"Engine: {name} is {value}; it has to be at least 1.")
+        if isinstance(model, str):
+            model, tokenizer = _load(model, tokenizer, device, dtype)
+        self.tokenizer = tokenizer
+        self._model = PagedModel(model)
+        self.device = self._model.device
+        if graphs and self.device.type != "cuda":
+            raise InputError(f"Engine: graphs=True needs a CUDA device; the model is on {self.device}.")
+        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192
+        self.max_context = min(longest, 8192) if max_context is None else max_context
+        if not 2 <= self.max_context <= longest:
+            raise InputError(f"Engine: max_context is {self.max_context}; this model takes 2 to {longest}.")
+        pages = self._pages(cache_tokens, max_batch, page_size)
+        self._scheduler = Scheduler(PagePool(pages, page_size), max_batch, step_tokens)
+        self._model.allocate(pages, page_size)
+        sizes = Sizes(max(step_tokens, max_batch), max_batch, -(-self.max_context // page_size))
+        self._runner = Runner(self._model, sizes, graphs is not False and self.device.type == "cuda")
+        self._stops, _ = checks.special_tokens(model.generation_config, None, None)
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._generations: dict[Sequence, Generation] = {}
+        self._news = threading.Condition()
+        self._arrived: list[tuple[Sequence, Generation]] = []
+        self._warmups: list[threading.Event] = []
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="tilewright-engine", daemon=True)
+        self._thread.start()
+
+    # For callers, on any thread.
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Queue one request.
+
+        prompt: text, for which the engine needs a tokenizer, or tokens.
+        Raises InputError for an empty prompt, tokens outside of the vocabulary, and what fits neither the context nor
+        the cache.  Nothing is queued then.
+        """
+        params = SamplingParams() if params is None else params
+        tokens = self._tokens(prompt)
+        if len(tokens) + params.max_tokens > self.room:
+            raise InputError(
+                f"Engine: {len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the {self.room} of a "
+                "request. Shorten the prompt, lower max_tokens, or have a larger max_context and cache_tokens."
+            )
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
+        sequence = Sequence(tokens, params, seed, stops)
+        generation = Generation(sequence, self.tokenizer, self._wake)
+        with self._news:
+            if self._failure is not None:
+                raise InputError(f"Engine: it stopped after an error: {self._failure}. Make another.")
+            if self._closed:
+                raise InputError("Engine: it is closed.")
+            self._arrived.append((sequence, generation))
+            self._news.notify()
+        return generation
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequences[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Answer all prompts: one `Output` each, in their order.
+
+        prompts: one, or several.   params: for all, or one for each.
+        Raises InputError as `submit`, before anything is queued for a list whose length does not match.
+        """
+        every: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_tokens(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        each = [params] * len(every) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(every):
+            raise InputError(f"Engine: {len(every)} prompts and {len(each)} params; give one for all, or one for each.")
+        generations: list[Generation] = []
+        try:
+            for prompt, its in zip(every, each, strict=True):
+                generations.append(self.submit(prompt, its))
+            return [generation.result() for generation in generations]
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Answer one prompt piece by piece; leaving the loop early cancels the request."""
+        generation = self.submit(prompt, params)
+        try:
+            yield from generation
+        finally:
+            if not generation.done:
+                generation.cancel()
+
+    def warmup(self) -> float:
+        """Capture every CUDA graph of steps that decode; otherwise the first step of a size does.  Returns seconds."""
+        begin = perf_counter()
+        with self._news:
+            if self._closed:
+                raise InputError("Engine: it is closed.")
+            self._warmups.append(ended := threading.Event())
+            self._news.notify()
+        ended.wait()
+        if self._failure is not None:
+            raise TilewrightError(f"Engine: warmup failed: {self._failure}") from self._failure
+        return perf_counter() - begin
+
+    def close(self) -> None:
+        """End the thread; requests that have not ended are cancelled.  A second call does nothing."""
+        with self._news:
+            self._closed = True
+            self._news.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """True while requests are taken."""
+        return not self._closed
+
+    @property
+    def room(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return min(self.max_context, self._scheduler.pool.pages * self._scheduler.pool.page_size)
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Numbers of this moment: requests that run and wait, pages held and idle, preemptions so far."""
+        scheduler = self._scheduler
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "pages": scheduler.pool.pages,
+            "pages_held": scheduler.pool.held,
+            "pages_idle": scheduler.pool.idle,
+            "preemptions": scheduler.preemptions,
+        }
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        queued: Results | None = None
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode())
+                if self.device.type == "cuda":
+                    stack.enter_context(torch.cuda.device(self.device))
+                    stream = torch.cuda.Stream(self.device)
+                    stream.wait_stream(torch.cuda.default_stream(self.device))
+                    stack.enter_context(torch.cuda.stream(stream))
+                while self._take_news(wait=queued is None and not self._generations):
+                    chunks = self._scheduler.plan()
+                    following = self._runner.launch(chunks) if chunks else None
+                    if queued is not None:
+                        self._read(queued)
+                    queued = following
+        except BaseException as error:  # noqa: BLE001 - it belongs to those who wait for results
+            logger.exception("the engine stopped")
+            self._failure = error
+        self._end_all()
+
+    def _take_news(self, wait: bool) -> bool:
+        """Take arrived and cancelled requests; False once the engine is closed.  wait: for any of these."""
+        with self._news:
+            while wait and not (self._arrived or self._warmups or self._closed):
+                self._news.wait()
+            if self._closed:
+                return False
+            arrived, self._arrived = self._arrived, []
+        if self._warmups:
+            self._runner.capture()
+            self._end_warmups()
+        for sequence, generation in arrived:
+            self._generations[sequence] = generation
+            self._scheduler.add(sequence)
+        for sequence, generation in list(self._generations.items()):
+            if generation.cancelled:
+                self._end(sequence, "cancelled")
+        return True
+
+    def _read(self, results: Results) -> None:
+        """Give the tokens of a step to their sequences."""
+        for chunk, (token, logprob) in zip(results.chunks, results.read(), strict=True):
+            sequence = chunk.sequence
+            self._scheduler.publish(chunk)
+            if not chunk.draws:
+                continue
+            sequence.read(token, logprob if sequence.params.logprobs else None)
+            if sequence.status is Status.FINISHED:
+                continue
+            if token < 0:
+                self._end(sequence, "failed", FloatingPointError("no logit is above -inf: the model computes NaN"))
+                continue
+            self._generations[sequence].deliver()
+            if sequence.reason is not None:
+                self._end(sequence, sequence.reason)
+
+    def _end(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
+        generation = self._generations.pop(sequence)
+        self._scheduler.finish(sequence, reason)
+        generation.end(error)
+
+    def _end_all(self) -> None:
+        """The thread ends: cancel what runs and what arrived."""
+        with self._news:
+            self._closed = True
+            self._generations.update(self._arrived)
+            self._arrived = []
+        for sequence, generation in self._generations.items():
+            sequence.status, sequence.reason = Status.FINISHED, "cancelled"
+            generation.end(self._failure)
+        self._generations.clear()
+        self._end_warmups()
+
+    def _end_warmups(self) -> None:
+        with self._news:
+            ended, self._warmups = self._warmups, []
+        for event in ended:
+            event.set()
+
+    def _wake(self) -> None:
+        with self._news:
+            self._news.notify()
+
+    # Set-up.
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError(
+                    "Engine: a prompt of text needs a tokenizer: Engine(model, tokenizer). Or give tokens."
+                )
+            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise InputError("Engine: the prompt has no tokens.")
+        if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+            raise InputError(
+                f"Engine: the prompt has tokens from {min(tokens)} to {max(tokens)}; the vocabulary has "
+                f"{self._vocabulary}."
+            )
+        return tokens
+
+    def _pages(self, cache_tokens: int | None, max_batch: int, page_size: int) -> int:
+        """Number of pages of the cache."""
+        most = max_batch * -(-self.max_context // page_size)
+        if cache_tokens is not None:
+            if cache_tokens < page_size:
+                raise InputError(f"Engine: cache_tokens is {cache_tokens}, less than a page of {page_size}.")
+            return cache_tokens // page_size
+        room = _HOST_CACHE
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            room = int(_SHARE * torch.cuda.mem_get_info(self.device)[0])
+        pages = room // (self._model.bytes_per_token() * page_size)
+        if pages < 1:
+            raise InputError(f"Engine: {room} bytes of memory hold no page of {page_size} tokens.")
+        return min(most, pages)
+
+
+def _is_tokens(prompts: Any) -> bool:
+    """One prompt of tokens, rather than several prompts?"""
+    with suppress(TypeError, IndexError, KeyError):
+        return isinstance(prompts[0], int)
+    return False
+
+
+def _load(folder: str, tokenizer: Any, device: str | torch.device | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder, or of a name on the Hugging Face Hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+    return model, AutoTokenizer.from_pretrained(folder) if tokenizer is None else tokenizer

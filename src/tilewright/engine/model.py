@@ -1,0 +1,188 @@
+"""A Hugging Face decoder over pages: its forward pass for packed chunks of many sequences.
+
+The model's code is transformers'.  Its attention layers look up "tilewright_pages", which stores new keys and values in
+the pages of the layer and attends over them; a `Pages` that travels as an argument of forward says whose is what.
+"""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.errors import InputError
+from tilewright.generate.attention import decoder_config
+from tilewright.models import transformers_names
+from tilewright.models.attention.refused import refuse
+from tilewright.ops.attention.fmha_decode import fmha_decode
+from tilewright.ops.attention.fmha_paged import fmha_paged
+from tilewright.ops.kvcache.kv_append_ import kv_append_
+
+_NAME = "tilewright_pages"
+_NEEDED = ("input_ids", "position_ids", "logits_to_keep")
+_KINDS = {"full_attention", "sliding_attention"}
+_calling: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
+"""Held while the attention of a model is ours: several engines may have one model."""
+
+
+class Layer(NamedTuple):
+    """k: (pages, page_size, H_kv, D)   v: (pages, page_size, H_kv, D_v)."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Pages(NamedTuple):
+    """One step.   lengths: (B,) int32, new tokens included.   block_table: (B, max_pages) int32.
+    cu_seqlens: (B + 1,) int32; None where every sequence has one new token.
+    """
+
+    layers: dict[int, Layer]
+    lengths: Tensor
+    block_table: Tensor
+    cu_seqlens: Tensor | None
+
+
+class _Shapes(dict[int, tuple[tuple[int, int], tuple[int, int], torch.dtype]]):
+    """(H_kv, D), (H_kv, D_v) and dtype of each layer: what a first forward pass finds out."""
+
+
+class PagedModel:
+    """Raises InputError for a model without this contract: `input_ids`, `position_ids` and `logits_to_keep` in forward,
+    layers of full or sliding attention that store their own keys, all parameters on one device, evaluation mode.
+
+    The model's config names our attention during a forward pass of ours, and what it named before at other times.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.device = _checked_device(model)
+        _register()
+        # A mask that transformers hands on as it is: making one would look at positions on the host
+        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        kinds = getattr(decoder_config(model), "layer_types", None)
+        self._mask = mask if kinds is None else dict.fromkeys(kinds, mask)
+        with self._attention(), torch.inference_mode():
+            self.shapes = _Shapes()
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            self._forward(ids, ids, ids[0], self.shapes)
+        expected = len(transformers_names.layer_types(decoder_config(model))[0])
+        if sorted(self.shapes) != list(range(expected)):
+            raise InputError(
+                f"{type(model).__name__}: {len(self.shapes)} of {expected} layers look attention up by name; an engine "
+                "needs all of them."
+            )
+        self.layers: dict[int, Layer] = {}
+
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        return sum(
+            (k[0] * k[1] + v[0] * v[1]) * torch.empty((), dtype=dtype).element_size()
+            for k, v, dtype in self.shapes.values()
+        )
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        """Have caches of that many pages, zeros."""
+        self.layers = {
+            index: Layer(
+                torch.zeros(pages, page_size, *k, dtype=dtype, device=self.device),
+                torch.zeros(pages, page_size, *v, dtype=dtype, device=self.device),
+            )
+            for index, (k, v, dtype) in self.shapes.items()
+        }
+
+    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:
+        """Logits (R, V) behind the tokens `rows` (R,) int64.   ids, positions: (T,) int64, sequences end to end."""
+        with self._attention():
+            return self._forward(ids[None], positions[None], rows, pages)
+
+    def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages | _Shapes) -> Tensor:
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=self._mask,
+            use_cache=False,
+            return_dict=True,
+            logits_to_keep=rows,
+            paged_step=pages,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        config = decoder_config(self.model)
+        with _calling.setdefault(self.model, threading.Lock()):
+            before = config._attn_implementation
+            config._attn_implementation = _NAME
+            try:
+                yield
+            finally:
+                config._attn_implementation = before
+
+
+def _checked_device(model: Any) -> torch.device:
+    accepts = inspect.signature(model.forward).parameters
+    missing = [name for name in _NEEDED if name not in accepts]
+    config, what = decoder_config(model), type(model).__name__
+    if missing or getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(f"{what} is not a decoder-only language model: its forward must take {', '.join(_NEEDED)}.")
+    kinds = set(transformers_names.layer_types(config)[0])
+    if not kinds <= _KINDS:
+        raise InputError(f"{what} has layers of {', '.join(sorted(kinds - _KINDS))}; an engine takes {sorted(_KINDS)}.")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise InputError(f"{what}: its last layers read the keys of others, which an engine does not do.")
+    if model.training:
+        raise InputError("the model is in training mode; call model.eval() first.")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise InputError(f"all parameters must be on one real device, found {sorted(map(str, devices))}.")
+    return next(iter(devices))
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    if _NAME not in AttentionInterface():
+        AttentionInterface.register(_NAME, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    paged_step: Pages | _Shapes | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query: (1, H, T, D)   key: (1, H_kv, T, D)   value: (1, H_kv, T, D_v).   attention_mask: not read; lengths, the
+    table and windows say what a query sees.   Returns (1, T, H, D_v) and None.
+    """
+    refuse(kwargs)
+    index: Any = module.layer_idx
+    if paged_step is None:
+        raise InputError(f"{type(module).__name__} is not given what the engine passes to the model's forward.")
+    if isinstance(paged_step, _Shapes):
+        paged_step[index] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer, lengths, table, cu_seqlens = paged_step.layers[index], *paged_step[1:]
+    kv_append_(layer.k, layer.v, k, v, lengths, block_table=table, cu_seqlens=cu_seqlens)
+    window = None if sliding_window is None else (sliding_window - 1, 0)
+    options: dict[str, Any] = {"window": window, "scale": scaling, "softcap": softcap or None, "sinks": s_aux}
+    if cu_seqlens is None:
+        o = fmha_decode(q, *layer, lengths, block_table=table, **options)
+    else:
+        o = fmha_paged(q, *layer, cu_seqlens, lengths, block_table=table, **options)
+    assert isinstance(o, Tensor)
+    return o[None], None

@@ -1,0 +1,47 @@
+"""What a request asks for."""
+
+from dataclasses import dataclass
+
+from tilewright.errors import InputError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn, and when it ends.
+
+    temperature   0 takes the likeliest token.
+    top_k         keep the k largest logits; 0 keeps all.
+    top_p         keep the likeliest tokens of this probability, in (0, 1].
+    min_p         keep probabilities of at least min_p times the largest, in [0, 1].
+    seed          the same seed and prompt give the same tokens, whatever else runs; None: a fresh seed.
+    max_tokens    new tokens, the last of which may be an end-of-text token.
+    stop_tokens   further tokens that end the request, beside those of the model's generation config.
+    ignore_eos    go on after the model's end-of-text tokens.
+    logprobs      also return log-probabilities of the drawn tokens in softmax(logits).
+
+    Raises InputError for values outside of these ranges.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 128
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "temperature": (self.temperature, "at least 0", 0 <= self.temperature < float("inf")),
+            "top_k": (self.top_k, "at least 0; 0 keeps all tokens", self.top_k >= 0),
+            "top_p": (self.top_p, "in (0, 1]; 1 keeps all tokens", 0 < self.top_p <= 1),
+            "min_p": (self.min_p, "in [0, 1]", 0 <= self.min_p <= 1),
+            "max_tokens": (self.max_tokens, "at least 1", self.max_tokens >= 1),
+        }
+        for name, (value, allowed, is_right) in wrong.items():
+            if not is_right:
+                raise InputError(f"SamplingParams: {name} is {value}; it has to be {allowed}.")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"SamplingParams: seed is {self.seed}; it has to fit 64 bits.")

@@ -1,0 +1,138 @@
+"""Which tokens the next step computes.
+
+A step holds at most `step_tokens` tokens of at most `max_batch` sequences.  Sequences that decode come first, one token
+each, then prompts in order of arrival, in chunks.  Where pages are short, the sequence admitted last gives its own back
+and waits at the head of the queue.  A request is accepted only if it fits the cache alone, so the oldest always ends.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from tilewright.engine.pages import PagePool
+from tilewright.engine.sequence import Sequence, Status
+
+
+@dataclass
+class Chunk:
+    """Tokens start .. start + count of one sequence.   draws: the last one is the sequence's newest, so its logits draw
+    another.   admission: the sequence's when this was planned; after another its pages are others.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    draws: bool
+    admission: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Scheduler:
+    """All requests, from `add` to `finish`."""
+
+    def __init__(self, pool: PagePool, max_batch: int, step_tokens: int) -> None:
+        self.pool, self.max_batch, self.step_tokens = pool, max_batch, step_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.preemptions = 0
+        self._slots = list(range(max_batch - 1, -1, -1))
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def plan(self) -> list[Chunk]:
+        """The chunks of the next step, in the order of their rows; empty if nothing can be computed now.
+
+        The caller computes them in this order on one stream: pages change hands without a wait.
+        """
+        chunks: dict[int, Chunk] = {}  # by slot
+        room = self.step_tokens
+        decoding = [each for each in self.running if each.remaining == 1]
+        for sequence in decoding + [each for each in self.running if each.remaining > 1]:
+            if sequence.status is Status.RUNNING and room:
+                room -= self._extend(sequence, room, chunks)
+        while self.waiting and room and self._slots and (admitted := self._admit(room)) is not None:
+            chunks[admitted.sequence.slot] = admitted
+            room -= admitted.count
+        planned = list(chunks.values())
+        for chunk in planned:
+            chunk.sequence.cached += chunk.count
+            chunk.sequence.unread += chunk.draws
+        return planned
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence; queued steps may still write its pages, and their next holder is queued behind."""
+        if sequence.status is Status.RUNNING:
+            self._leave(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status, sequence.reason = Status.FINISHED, reason
+
+    def publish(self, chunk: Chunk) -> None:
+        """The GPU has written the keys and values of `chunk`: others may begin with them."""
+        sequence = chunk.sequence
+        if sequence.status is Status.RUNNING and sequence.admissions == chunk.admission:
+            size = self.pool.page_size
+            if chunk.end // size > chunk.start // size:
+                self.pool.publish(sequence.tokens[: chunk.end], sequence.pages)
+
+    def _extend(self, sequence: Sequence, room: int, chunks: dict[int, Chunk]) -> int:
+        """Plan a chunk of a running sequence, at the cost of those admitted after it; returns its tokens."""
+        count = min(sequence.remaining, room)
+        while not self._grow(sequence, count):
+            victim = self.running[-1]
+            chunks.pop(victim.slot, None)
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+        chunks[sequence.slot] = self._chunk(sequence, count)
+        return count
+
+    def _admit(self, room: int) -> Chunk | None:
+        """Plan the first chunk of the oldest waiting request; None where it has to wait."""
+        sequence = self.waiting[0]
+        if sequence.unread:  # preempted in the step before: its newest token is not known yet
+            return None
+        sequence.pages = self.pool.take_prefix(sequence.tokens[:-1])
+        sequence.cached = sequence.reused = len(sequence.pages) * self.pool.page_size
+        count = min(sequence.remaining, room)
+        if not self._grow(sequence, count):
+            self._drop_pages(sequence)
+            return None
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.status, sequence.slot = Status.RUNNING, self._slots.pop()
+        sequence.admissions += 1
+        return self._chunk(sequence, count)
+
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Have pages for `count` more tokens; False if there are none."""
+        needed = -(-(sequence.cached + count) // self.pool.page_size) - len(sequence.pages)
+        pages = self.pool.allocate(max(needed, 0))
+        if pages is None:
+            return False
+        sequence.pages += pages
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self._leave(sequence)
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+        self._drop_pages(sequence)
+
+    def _drop_pages(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.cached = [], 0
+
+    @staticmethod
+    def _chunk(sequence: Sequence, count: int) -> Chunk:
+        draws = sequence.cached + count == sequence.total
+        return Chunk(sequence, sequence.cached, count, draws, sequence.admissions)

@@ -1,0 +1,70 @@
+"""Who may ask, how much, and a count of what was answered: before a body is read."""
+
+import json
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_OPEN = ("/health",)
+
+
+class Access:
+    """ASGI middleware.  401 without the key, 413 for a body over the limit, whether its length was declared or not."""
+
+    def __init__(self, app: Application, api_key: str | None, max_body: int, answered: Callable[[int], None]) -> None:
+        self._app, self._max_body, self._answered = app, max_body, answered
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        key = headers.get(b"authorization", b"")
+        if (
+            self._expected is not None
+            and scope["path"] not in _OPEN
+            and not secrets.compare_digest(key, self._expected)
+        ):
+            await self._refuse(send, 401, "the API key is missing or wrong: Authorization: Bearer KEY")
+            return
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._max_body:
+            await self._refuse(send, 413, f"the request has more than {self._max_body} bytes")
+            return
+        read, is_refused = 0, False
+
+        async def limited() -> MutableMapping[str, Any]:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_body:
+                raise ValueError("the body is over the limit")
+            return message
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            nonlocal is_refused
+            if is_refused:
+                return
+            if message["type"] == "http.response.start":
+                if read > self._max_body:  # whatever the application says of the error above
+                    is_refused = True
+                    await self._refuse(send, 413, f"the request has more than {self._max_body} bytes")
+                    return
+                self._answered(message["status"])
+            await send(message)
+
+        await self._app(scope, limited, counted)
+
+    async def _refuse(self, send: Send, status: int, message: str) -> None:
+        self._answered(status)
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})

@@ -1,0 +1,287 @@
+"""The application: routes, access, limits, errors in OpenAI's form.
+
+No prompt and no answer is logged.  An error of one request is the answer to that request; others go on.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from tilewright.engine import Engine, Generation
+from tilewright.errors import InputError, TilewrightError
+from tilewright.serve.access import Access
+from tilewright.serve.answers import Chat, Completion, Envelope, parts, usage
+from tilewright.serve.metrics import Metrics
+from tilewright.serve.protocol import ChatRequest, CompletionRequest, Sampled
+
+_DEFAULT_TOKENS = 16  # of a completion that names no number, as in OpenAI's interface
+_PAGE = Path(__file__).with_name("chat.html")
+
+
+def create_app(
+    engine: Engine,
+    name: str,
+    *,
+    api_key: str | None = None,
+    max_waiting: int = 1024,
+    max_body: int = 4 << 20,
+) -> FastAPI:
+    """An ASGI application that answers with `engine`, and closes it when the server ends.
+
+    name         of the model, in answers and in /v1/models; requests that name another get a 404.
+    api_key      if given, all routes but /health want "Authorization: Bearer <key>".
+    max_waiting  requests that have not ended, beyond which new ones get a 429.
+    max_body     bytes of a request, beyond which it gets a 413.
+    Raises InputError for an engine without a tokenizer.
+    """
+    if engine.tokenizer is None:
+        raise InputError("serve: the engine has no tokenizer, so it cannot read texts: Engine(model, tokenizer).")
+    server = _Server(engine, name, max_waiting)
+
+    @asynccontextmanager
+    async def closing(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close)
+
+    app = FastAPI(title="tilewright", lifespan=closing, docs_url=None, redoc_url=None)
+    app.add_middleware(Access, api_key=api_key, max_body=max_body, answered=server.count)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return failure(400, "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()))
+
+    @app.exception_handler(InputError)
+    async def wrong(request: Request, error: InputError) -> Response:
+        return failure(400, str(error))
+
+    @app.exception_handler(TilewrightError)
+    async def failed(request: Request, error: TilewrightError) -> Response:
+        return failure(500, str(error), "server_error")
+
+    @app.exception_handler(_Refusal)
+    async def refused(request: Request, error: _Refusal) -> Response:
+        return failure(error.status, str(error))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return PlainTextResponse("ok") if engine.is_alive else PlainTextResponse("the engine stopped", 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        entry = {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "tilewright",
+            "max_model_len": engine.max_context,
+        }
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return await asyncio.to_thread(_PAGE.read_text, "utf-8")
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        prompts = body.prompts()
+        return await server.answer(body, prompts, Completion, request, body.logprobs is not None, _DEFAULT_TOKENS)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        if body.max_completion_tokens is not None:
+            body.max_tokens = body.max_completion_tokens
+        tokens = server.chat_tokens(body)
+        room = max(engine.room - len(tokens), 1)
+        return await server.answer(body, [tokens], Chat, request, body.logprobs, room)
+
+    return app
+
+
+class _Refusal(Exception):
+    """A request that this server does not take now, or at all; becomes an answer with `status`."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def failure(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
+    """An error in OpenAI's form."""
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+class _Server:
+    """One engine behind one name."""
+
+    def __init__(self, engine: Engine, name: str, max_waiting: int) -> None:
+        self.engine, self.name, self.max_waiting = engine, name, max_waiting
+        self.metrics = Metrics(engine)
+        self._open = 0
+
+    def count(self, status: int) -> None:
+        """A request was answered."""
+        self.metrics.requests.labels(str(status)).inc()
+
+    def chat_tokens(self, body: ChatRequest) -> list[int]:
+        """The chat as the model's template writes it."""
+        tokenizer = self.engine.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise InputError(f"{self.name} has no chat template; use /v1/completions.")
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        try:
+            encoded = tokenizer.apply_chat_template(
+                messages,
+                tools=body.tools if body.tool_choice != "none" else None,
+                add_generation_prompt=True,
+                return_dict=True,
+                **(body.chat_template_kwargs or {}),
+            )
+        except Exception as error:  # a template is a program of the model's: it says what it does not take
+            raise InputError(f"the chat template refuses these messages: {error}") from error
+        return list(encoded["input_ids"])
+
+    async def answer(
+        self,
+        body: Sampled,
+        prompts: Sequence[str | list[int]],
+        form: type[Completion] | type[Chat],
+        request: Request,
+        logprobs: bool,
+        default_tokens: int,
+    ) -> Response:
+        """Answer all prompts, whole or streamed."""
+        if body.model is not None and body.model != self.name:
+            raise _Refusal(404, f"no model is named {body.model}; this server has {self.name}.")
+        body.check()
+        if body.stream and logprobs:
+            raise InputError("logprobs come with whole answers alone; leave out stream.")
+        if self._open + len(prompts) > self.max_waiting:
+            raise _Refusal(429, f"{self._open} requests are waiting, of {self.max_waiting}; try again later.")
+        params, stops = body.params(default_tokens, logprobs), body.stops()
+        generations: list[Generation] = []
+        try:
+            for prompt in prompts:
+                generations.append(self.engine.submit(prompt, params))
+                self.metrics.prompt_tokens.inc(generations[-1].prompt_length)
+        except InputError:
+            _cancel(generations)
+            raise
+        self._open += len(generations)
+        envelope = Envelope(form, self.name)
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            events = self._events(envelope, generations, stops, with_usage)
+            return _Stream(events, partial(self._close, generations))
+        answer = asyncio.ensure_future(self._whole(envelope, generations, stops, logprobs))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise _Refusal(499, "the client is gone.")
+            return JSONResponse(answer.result())
+        finally:
+            answer.cancel()
+            gone.cancel()
+            self._close(generations)
+
+    async def _whole(
+        self, envelope: Envelope, generations: Sequence[Generation], stops: Sequence[str], logprobs: bool
+    ) -> dict[str, Any]:
+        async def choice(index: int, generation: Generation) -> dict[str, Any]:
+            text, reason = "", None
+            async for part in parts(generation, stops, self.metrics):
+                text += part.text
+                reason = part.reason
+            values = self._logprobs(envelope, generation) if logprobs else None
+            return envelope.form.choice(index, text, reason, values)
+
+        choices = await asyncio.gather(*(choice(index, each) for index, each in enumerate(generations)))
+        return envelope.whole(list(choices), await asyncio.to_thread(usage, generations))
+
+    def _logprobs(self, envelope: Envelope, generation: Generation) -> dict[str, Any]:
+        output = generation.result()
+        texts = [self.engine.tokenizer.decode([token]) for token in output.tokens]
+        pairs = list(zip(texts, output.logprobs or (), strict=True))
+        if envelope.form is Chat:
+            return {
+                "content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
+            }
+        return {"tokens": texts, "token_logprobs": [p for _, p in pairs], "top_logprobs": None, "text_offset": None}
+
+    async def _events(
+        self, envelope: Envelope, generations: Sequence[Generation], stops: Sequence[str], with_usage: bool
+    ) -> AsyncIterator[bytes]:
+        """Server-sent events; those of several prompts as they come."""
+        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+
+        async def read(index: int, generation: Generation) -> None:
+            try:
+                async for part in parts(generation, stops, self.metrics):
+                    queue.put_nowait((index, part))
+            except TilewrightError as error:
+                queue.put_nowait((index, error))
+
+        readers = [asyncio.ensure_future(read(index, each)) for index, each in enumerate(generations)]
+        running = len(readers)
+        try:
+            while running:
+                index, part = await queue.get()
+                if isinstance(part, TilewrightError):
+                    yield _event({"error": {"message": str(part), "type": "server_error", "param": None, "code": 500}})
+                    running -= 1
+                    continue
+                running -= part.reason is not None
+                yield _event(envelope.chunk([envelope.form.chunk_choice(index, part.text, part.reason)]))
+            if with_usage:
+                yield _event(envelope.chunk([], await asyncio.to_thread(usage, generations)))
+            yield b"data: [DONE]\n\n"
+        finally:
+            for reader in readers:
+                reader.cancel()
+
+    def _close(self, generations: Sequence[Generation]) -> None:
+        """Requests have been answered, or their client is gone."""
+        self._open -= len(generations)
+        _cancel(generations)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events.  `ended` is called once, also if the client was gone before the first."""
+
+    def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._ended = ended
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+
+
+def _cancel(generations: Sequence[Generation]) -> None:
+    for generation in generations:
+        if not generation.done:
+            generation.cancel()
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,115 @@
+"""What clients may send, and what the engine makes of it.
+
+Fields of OpenAI's interface that change an answer and that the engine does not apply are refused by name; others are
+ignored, so that clients of other servers work.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tilewright.engine import SamplingParams
+from tilewright.errors import InputError
+
+_NOT_APPLIED: dict[str, tuple[Any, ...]] = {  # field: values that change nothing
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+}
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class Sampled(BaseModel):
+    """Fields that both kinds of requests have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        """Raise InputError for a field that the engine would not apply."""
+        for name, allowed in _NOT_APPLIED.items():
+            value = (self.model_extra or {}).get(name)
+            if value not in allowed:
+                raise InputError(f"{name} is {value!r}; this server does not apply it. Leave it out.")
+
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer; they are not part of it."""
+        texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if "" in texts:
+            raise InputError("stop: an empty text would end every answer.")
+        return texts
+
+    def params(self, default_tokens: int, logprobs: bool) -> SamplingParams:
+        """The engine's parameters.  default_tokens: where the request names no number."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=default_tokens if self.max_tokens is None else self.max_tokens,
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+        )
+
+
+class CompletionRequest(Sampled):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=1)
+
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt, or several."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InputError("prompt is empty.")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class Message(BaseModel):
+    """A turn of a chat; what a chat template reads beside role and content is handed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(Sampled):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,70 @@
+"""The engine on a GPU: graphs, the step ahead, pages that change hands without a wait."""
+
+import pytest
+import torch
+from tests.models import zoo
+
+from tilewright import Engine
+from tilewright.engine import SamplingParams
+
+pytestmark = pytest.mark.gpu
+SIZES = {"max_batch": 6, "step_tokens": 32, "page_size": 4, "max_context": 96}
+
+
+def silent(name):
+    model = zoo.build(name).cuda()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompts(count=9):
+    return [zoo.tokens(1, 3 + 5 * n, n)[0].tolist() for n in range(count)]
+
+
+def expected(model, tokens, count):
+    ids = torch.tensor([tokens], device="cuda")
+    return model.generate(ids, max_new_tokens=count, do_sample=False)[0, len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_greedy_tokens_are_those_of_generate(name, graphs):
+    model = silent(name)
+    with Engine(model, graphs=graphs, **SIZES) as engine:
+        outputs = engine.generate(prompts(), SamplingParams(max_tokens=30))
+    assert [o.tokens for o in outputs] == [expected(model, p, 30) for p in prompts()]
+
+
+def test_short_pages_and_shared_prefixes_change_nothing():
+    model = silent("llama")
+    asked = [*prompts(), *prompts()[4:]]
+    with Engine(model, cache_tokens=128, **SIZES) as engine:
+        engine.warmup()
+        for _ in range(2):
+            outputs = engine.generate(asked, SamplingParams(max_tokens=40))
+            assert [o.tokens for o in outputs] == [expected(model, p, 40) for p in asked]
+        assert engine.statistics["preemptions"] > 0
+
+
+def test_drawn_tokens_repeat_in_other_company():
+    model = silent("llama")
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=30)
+    with Engine(model, **SIZES) as engine:
+        alone = engine.generate(prompts()[3], params)[0].tokens
+        company = engine.generate(prompts(6), [params] * 6)[3].tokens
+    assert alone == company
+
+
+def test_end_of_text_and_cancelling_while_a_step_is_ahead():
+    model = silent("llama")
+    tokens = expected(model, prompts()[2], 30)
+    with Engine(model, **SIZES) as engine:
+        running = [engine.submit(p, SamplingParams(max_tokens=40)) for p in prompts(5)]
+        stopped = engine.submit(prompts()[2], SamplingParams(max_tokens=30, stop_tokens=(tokens[9],)))
+        next(iter(running[0]))
+        running[0].cancel()
+        assert stopped.result(60).tokens == tokens[: tokens.index(tokens[9]) + 1]
+        assert running[0].result(60).reason == "cancelled"
+        for generation, prompt in zip(running[1:], prompts(5)[1:], strict=True):
+            assert generation.result(60).tokens == expected(model, prompt, 40)
