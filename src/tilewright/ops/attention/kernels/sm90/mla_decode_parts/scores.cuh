@@ -5,6 +5,7 @@
 #pragma once
 
 #include <tilewright/epilogue.cuh>
+#include <tilewright/mma_sync.cuh>
 #include <tilewright/wgmma_rs.cuh>
 
 #include "../fmha_forward/softmax.cuh"
@@ -13,20 +14,15 @@
 
 namespace tilewright {
 
-// Loads four 8x8 matrices of 16-bit elements, the inverse of stmatrix_x4.
-__device__ inline void ldmatrix_x4(u32 address, u32* m) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // The A operand of four wgmmas: a slab of q, 64 rows by 64 columns.
 __device__ inline void load_slab(u32* q, const u8* slab) {
     const u32 lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (u32 k = 0; k < 4; ++k) {
-        ldmatrix_x4(shared_address(slab) + swizzle<kRowBytes>(row * kRowBytes + 32 * k + lane / 16 * 16), q + 4 * k);
+        u32 m[4];
+        ldmatrix_x4(m, shared_address(slab) + swizzle<kRowBytes>(row * kRowBytes + 32 * k + lane / 16 * 16));
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) q[4 * k + i] = m[i];
     }
 }
 
@@ -62,8 +58,7 @@ template <typename Config> struct ScoringWarpgroup {
                     barriers.rope_full[rope.stage].wait(rope.parity);
                     k_slabs = wgmma_advance(desc_ropes, rope.stage * kSlabBytes);
                 }
-                if (i == 0 || (DBG & 4)) wgmma_fence();
-                if (DBG & 512) { if (i > 0) { wgmma_commit(); wgmma_wait<0>(s); wgmma_fence(); } }
+                if (i == 0) wgmma_fence();
             }
             if (i + kTail == 36) wgmma_commit();
             const u64 k = wgmma_advance(k_slabs, slab % 4 * kSlabBytes + offset);
@@ -122,10 +117,7 @@ template <typename Config> struct ScoringWarpgroup {
                 for (u32 s = 4 * half; s < (half == 0 ? 4 : Shape::kQRegisters); ++s) {
                     load_slab(q + 16 * s, quads + quad.stage * kQuadBytes + s % 4 * kSlabBytes);
                 }
-                __syncwarp();
-                if (DBG & 256) named_barrier_sync(3, 128);
-                if (DBG & 256) fence_proxy_async_shared();
-                release_stage(barriers.quad_empty[quad.stage]);
+                release_read(barriers.quad_empty[quad.stage]);
                 quad.advance();
             }
             barriers.q_full.wait(q_parity);
@@ -144,7 +136,6 @@ template <typename Config> struct ScoringWarpgroup {
                 wgmma_wait<(kTail > 0)>();
                 if (lane_index() == 0) barriers.s_done[p.stage].arrive();
                 wgmma_wait<0>(s);
-                if (DBG & 64) named_barrier_sync(3, 128);
                 if constexpr (Config::kSparse) hide_unseen(s, rope_stage);
                 release_stage(barriers.rope_empty[rope_stage]);
                 rope.advance();
@@ -174,7 +165,6 @@ template <typename Config> struct ScoringWarpgroup {
 #pragma unroll
                 for (u32 j = 0; j < kScores / 8; ++j) stage_columns<Element, kRowBytes>(s + 8 * j, slab, 32 * j);
                 fence_proxy_async_shared();
-                if (DBG & 128) named_barrier_sync(3, 128);
                 pass();
             }
 

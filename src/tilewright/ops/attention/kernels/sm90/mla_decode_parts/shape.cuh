@@ -3,7 +3,6 @@
 // Everything in shared memory is made of slabs: 64 rows of 64 columns, 128 bytes a row under the 128-byte swizzle.  A key tile
 // is nine slabs: a left and a right quad of four, which are its values, and the rotated part.
 #pragma once
-#define DBG 0
 
 #include <tilewright/tma.cuh>
 #include <tilewright/wgmma.cuh>
@@ -63,9 +62,17 @@ template <typename Config> struct KeyMasks {
     u32 seen[DecodeShape<Config>::kRopes][4];
 };
 
-// Releases a stage that this warp has read.
+// Releases a stage that this warp has read by wgmma.
 __device__ inline void release_stage(Barrier& empty) {
     if (lane_index() == 0) empty.arrive();
+}
+
+// Releases a stage that the lanes of this warp have loaded to registers.  An arrival does not wait for loads under way (ldmatrix):
+// without the fence the next TMA copy overwrites rows that are not read yet.
+__device__ inline void release_read(Barrier& empty) {
+    fence_proxy_async_shared();
+    __syncwarp();
+    release_stage(empty);
 }
 
 }  // namespace tilewright

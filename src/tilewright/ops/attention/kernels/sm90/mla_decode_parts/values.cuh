@@ -66,8 +66,6 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                 Ring<Shape::kPStages> next = p;
                 next.advance();
                 barriers.p_full[p.stage].wait(p.parity);
-                if (DBG & 1) barriers.quad_full[quad.stage].wait(quad.parity);
-                if (DBG & 2) fence_proxy_async_shared();
                 if (scales.needed[p.stage][threadIdx.x / 32 % 4] != 0) rescale(acc);
                 if (!Shape::kGather && n == last && segment.length < n * 64 + 64) {
                     clear_rows(quads + quad.stage * kQuadBytes, u32(max(segment.length - n * 64, 0)));
@@ -92,8 +90,6 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                 wgmma_wait<0>();
 #pragma unroll
                 for (u32 i = 0; i < kParts; ++i) wgmma_wait<0>(acc[i]);
-                if (DBG & 1024) fence_proxy_async_shared();
-                if (DBG & 32) named_barrier_sync(1 + kHalf, 128);
                 release_stage(barriers.quad_empty[quad.stage]);
                 quad.advance();
                 if (kHalf == 0) quad.advance();
@@ -104,7 +100,7 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
             // Normalise and write
             barriers.p_full[p.stage].wait(p.parity);
             rescale(acc);
-            release_p();
+            release_read(barriers.p_empty[p.stage]);
             p.advance();
             const int tile_row = segment.tile * 64 + int(fragment_row());
             const u32 column = kHalf * kColumns + fragment_column();
