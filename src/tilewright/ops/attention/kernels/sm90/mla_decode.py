@@ -35,7 +35,8 @@ _COMBINE_WARPS = 4096  # about as many as run at once
 class Config(NamedTuple):
     """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q, of
     nine, in registers.   late_left, late_right: steps of P V, of four, that wait for all but the last `tail` steps of
-    the next scores.   least: key tiles of a share, where row tiles may be cut; cost: key tiles that cutting costs.
+    the next scores; halves: the left half begins with P of 32 keys.   least: key tiles of a share, where row tiles may
+    be cut; cost: key tiles that cutting costs.
     """
 
     quads: int = 5
@@ -44,6 +45,7 @@ class Config(NamedTuple):
     tail: int = 8
     late_left: int = 0
     late_right: int = 4
+    halves: bool = False
     least: int = 4
     cost: int = 12
 
@@ -55,6 +57,7 @@ class Params(NamedTuple):
     kTail: int
     kLateLeft: int
     kLateRight: int
+    kHalves: bool
     kAhead: int
     kBoxRows: int
     kPacked: bool
@@ -143,6 +146,7 @@ def params(args: MlaDecodeArgs, config: Config) -> Params:
         kTail=config.tail,
         kLateLeft=config.late_left,
         kLateRight=config.late_right,
+        kHalves=config.halves,
         kAhead=_GATHER_AHEAD if gathers else 0,
         kBoxRows=_ROWS if whole else gcd(args.kv_cache.shape[1], _ROWS),
         kPacked=args.is_packed,
@@ -190,7 +194,7 @@ def _bytes_spanned(t: Tensor) -> int:
     return sum((n - 1) * stride for n, stride in zip(t.shape, plain_strides(t), strict=True)) * t.itemsize
 
 
-CONFIGS = (Config(), Config(late_right=0), Config(tail=0), Config(q_registers=5))
+CONFIGS = (Config(), Config(late_right=0), Config(halves=True), Config(q_registers=5))
 """Every config that `configure` and `candidates` can return."""
 
 

@@ -65,7 +65,8 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                 if (kHalf == 1) quad.advance();
                 Ring<Shape::kPStages> next = p;
                 next.advance();
-                barriers.p_full[p.stage].wait(p.parity);
+                constexpr bool kEarly = Config::kHalves && kHalf == 0;
+                (kEarly ? barriers.p_half : barriers.p_full)[p.stage].wait(p.parity);
                 if (scales.needed[p.stage][threadIdx.x / 32 % 4] != 0) rescale(acc);
                 if (!Shape::kGather && n == last && segment.length < n * 64 + 64) {
                     clear_rows(quads + quad.stage * kQuadBytes, u32(max(segment.length - n * 64, 0)));
@@ -83,6 +84,7 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                 wgmma_fence();
 #pragma unroll
                 for (u32 k = 0; k < kSteps; ++k) {
+                    if (kEarly && k == kSteps / 2) barriers.p_full[p.stage].wait(p.parity);
                     if (k + kLate == kSteps && n < last) barriers.s_done[next.stage].wait(next.parity);
                     step(k);
                 }
