@@ -13,7 +13,7 @@
 //
 // Config: kQuads, kRopes, kQRegisters, kTail (steps of S of 36 that the right half need not wait for), kLateLeft and
 // kLateRight (steps of P V of four that wait for the next scores), kHalves (the left half begins
-// with P of 32 keys), kAhead (key tiles that gathering fetches ahead into the L2), kBoxRows, kPacked, kSparse, Element.
+// with P of 32 keys), kTurns (the right half waits for the left one), kAhead (key tiles that gathering fetches ahead into the L2), kBoxRows, kPacked, kSparse, Element.
 #pragma once
 
 #include "mla_decode_parts/copies.cuh"

@@ -35,8 +35,8 @@ _COMBINE_WARPS = 4096  # about as many as run at once
 class Config(NamedTuple):
     """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q, of
     nine, in registers.   late_left, late_right: steps of P V, of four, that wait for all but the last `tail` steps of
-    the next scores; halves: the left half begins with P of 32 keys.   least: key tiles of a share, where row tiles may
-    be cut; cost: key tiles that cutting costs.
+    the next scores; turns: the right half's wait for the left half too; halves: the left half begins with P of 32 keys.
+    least: key tiles of a share, where row tiles may be cut; cost: key tiles that cutting costs.
     """
 
     quads: int = 5
@@ -46,6 +46,7 @@ class Config(NamedTuple):
     late_left: int = 0
     late_right: int = 4
     halves: bool = False
+    turns: bool = False
     least: int = 4
     cost: int = 12
 
@@ -58,6 +59,7 @@ class Params(NamedTuple):
     kLateLeft: int
     kLateRight: int
     kHalves: bool
+    kTurns: bool
     kAhead: int
     kBoxRows: int
     kPacked: bool
@@ -147,6 +149,7 @@ def params(args: MlaDecodeArgs, config: Config) -> Params:
         kLateLeft=config.late_left,
         kLateRight=config.late_right,
         kHalves=config.halves,
+        kTurns=config.turns,
         kAhead=_GATHER_AHEAD if gathers else 0,
         kBoxRows=_ROWS if whole else gcd(args.kv_cache.shape[1], _ROWS),
         kPacked=args.is_packed,
@@ -194,7 +197,7 @@ def _bytes_spanned(t: Tensor) -> int:
     return sum((n - 1) * stride for n, stride in zip(t.shape, plain_strides(t), strict=True)) * t.itemsize
 
 
-CONFIGS = (Config(), Config(late_right=0), Config(halves=True), Config(q_registers=5))
+CONFIGS = (Config(), Config(late_right=0), Config(halves=True), Config(late_left=4, turns=True), Config(q_registers=5))
 """Every config that `configure` and `candidates` can return."""
 
 
