@@ -282,6 +282,9 @@ REPEATED: dict[str, tuple[tuple[int, ...], Config]] = {
     "many keys": ((4096,) * 64, Config()),
     "row tiles one after another": ((1024,) * 160, WHOLE),
     "cut, and one after another": ((4096,) * 80, Config()),
+    "turns": ((1024,) * 160, WHOLE._replace(late_left=4, turns=True)),
+    "turns, cut": ((4096,) * 80, Config(late_left=4, turns=True)),
+    "halves": ((1024,) * 160, WHOLE._replace(halves=True)),
 }
 """Queries of a second row tile come into stages that the first one's keys leave: once they were read too late."""
 
