@@ -16,8 +16,12 @@ from tilewright.ops.attention.kernels.sm90 import decode
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 from tilewright.ops.attention.kernels.sm90 import fp8_forward as fmha_fp8_cuda
 from tilewright.ops.attention.kernels.sm90 import mla_backward as mla_backward_cuda
+from tilewright.ops.attention.kernels.sm90 import mla_decode as mla_decode_cuda
 from tilewright.ops.attention.kernels.sm90.decode_choice import Config as DecodeConfig
 from tilewright.ops.attention.mla.args import MlaArgs, MlaBackwardArgs
+from tilewright.ops.attention.mla_decode import samples as decode_samples
+from tilewright.ops.attention.mla_decode.args import problem_of as latent_problem_of
+from tilewright.ops.attention.mla_decode.reference import attention as decode_attention
 from tilewright.ops.attention.paged.args import PagedArgs, problem_of
 from tilewright.ops.attention.paged.reference import attention as attention_over_cache
 from tilewright.ops.attention.paged.samples import decode_inputs, paged_inputs
@@ -49,6 +53,13 @@ LATENT_BACKWARD = (
     (300, 450, (128, 64, 128), (-1, 0), fmha_backward_cuda.Config(64, 2, 1, 1)),
     (450, 300, (80, 24, 48), (90, 20), fmha_backward_cuda.Config(64, 2, 1, 1)),
     (300, 450, (64, 64, 64), (-1, -1), fmha_backward_cuda.Config(64, 2, 2, 2)),
+)
+# lengths, heads, new tokens, tokens of a page or None, config
+LATENT_DECODE = (
+    ((700, 0, 130), 128, 1, 64, mla_decode_cuda.Config(cost=0)),  # cut
+    ((300, 1, 65, 90, 200), 128, 1, 24, mla_decode_cuda.Config(cost=100)),  # whole, one after another
+    ((500, 63), 16, 3, 16, mla_decode_cuda.Config()),
+    ((260, 100), 9, 1, None, mla_decode_cuda.Config()),
 )
 # queries, keys, D, band or PACKED, modified scores, config, and batch, heads and heads of keys if not 2, 4 and 2
 PACKED = (-2, -2)
@@ -207,6 +218,21 @@ def _widened(args: PagedArgs) -> PagedArgs:
     return args._replace(q=args.q.double(), k_cache=k, v_cache=v)
 
 
+def latent_decode(
+    lengths: tuple[int, ...], heads: int, tokens: int, page: int | None, config: mla_decode_cuda.Config
+) -> bool:
+    """New tokens over a cache of latents, its unused slots NaN, with sinks."""
+    sizes = {"H": heads, "D": 576, "d_v": 512, "lengths": lengths, "S_q": tokens, "page": page}
+    args = latent_problem_of(decode_samples.inputs(sizes | {"sinks": True, "unused": "nan"}, HALF, DEVICE, 0))
+    o, lse = unwritten(len(lengths) + 1, tokens, heads, 512), torch.empty(len(lengths), tokens, heads, device=DEVICE)
+    mla_decode_cuda.launch((o[:-1], lse), args, config)
+    assert args.sinks is not None
+    exact, exact_lse = decode_attention(
+        args._replace(q=args.q.double(), kv_cache=args.kv_cache.double(), sinks=args.sinks.double())
+    )
+    return bool((o[-1] == UNWRITTEN).all()) and near(o[:-1], exact, 6e-3) and near(lse, exact_lse, 1e-3)
+
+
 def _masks(length: int) -> dict[str, masks.Mask]:
     """Masks that are no band; the second has every leaf."""
     documents = masks.document(torch.arange(length, device=DEVICE) // 70) & masks.causal()
@@ -222,5 +248,6 @@ ATTENTION_RUNS: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]]
     ("attention backward", attention_backward, ATTENTION_BACKWARD),
     ("latent attention backward", latent_attention_backward, LATENT_BACKWARD),
     ("decoding", decoding, DECODING),
+    ("latent decode", latent_decode, LATENT_DECODE),
 )
 """Name, function and arguments of each case."""

@@ -20,8 +20,11 @@ from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args
 from tilewright.ops.attention.kernels.sm90 import backward, decode, decode_choice, fp8_forward, mla_backward
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
+from tilewright.ops.attention.kernels.sm90 import mla_decode as mla_decode_cuda
 from tilewright.ops.attention.kernels.sm90.backward_args import SumParams
 from tilewright.ops.attention.mla.args import MlaBackwardArgs
+from tilewright.ops.attention.mla_decode.args import problem_of
+from tilewright.ops.attention.mla_decode.samples import inputs as mla_decode_inputs
 from tilewright.ops.gemm.grouped.args import GroupedArgs
 from tilewright.ops.gemm.kernels.sm90 import dense as dense_choice
 from tilewright.ops.gemm.kernels.sm90 import dense_kernel as dense
@@ -240,6 +243,16 @@ def decoding(d: int, rows: int = 8, cache: int = 0, division: str = "EQUAL", clu
     )
 
 
+def latent_decode(heads: int, **more: Any) -> tuple[Any, ...]:
+    """Parameters of the two kernels of latent decoding.  more: of its samples."""
+    sizes = {"H": heads, "D": 576, "d_v": 512, "lengths": (4000,), "page": 64, **more}
+    args = problem_of(mla_decode_inputs(sizes, torch.bfloat16, torch.device("cpu"), 0))
+    outs = torch.empty(*args.q.shape[:3], 512, dtype=torch.bfloat16), torch.empty(args.q.shape[:3])
+    with collect("sm_90") as collector:
+        mla_decode_cuda.launch(outs, args, mla_decode_cuda.Config())
+    return tuple(job.key[2] for job in collector.jobs)  # type: ignore[index]
+
+
 # (kernel, parameters, instructions that must be there)
 # Bytes that the warps which only copy, and have 24 registers, keep in local memory; of the float8 forward also words
 # about a tile of queries, beside 128 sums and scores in 160 registers
@@ -352,6 +365,11 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (top_k_cuda.KERNEL, top_k_cuda.Params(512, top_k_cuda.row_offset(512, 2048), 2048, torch.float16), {}),
     (top_k_short_cuda.KERNEL, top_k_short_cuda.Params(4, 32, torch.bfloat16), {}),
     # Latent decoding: in pairs and alone, pages of 1, gathered rows
+    (mla_decode_cuda.KERNEL, latent_decode(128)[0], {"HGMMA": 52, "UTMALDG": 9}),
+    (mla_decode_cuda.KERNEL, latent_decode(16, page=1)[0], {"HGMMA": 52, "UTMALDG": 9}),
+    (mla_decode_cuda.KERNEL, latent_decode(128, cache="e4m3")[0], {"HGMMA": 52}),
+    (mla_decode_cuda.KERNEL, latent_decode(128, cache="e4m3", topk=128)[0], {"HGMMA": 52}),
+    (mla_decode_cuda.COMBINE, latent_decode(128)[1], {}),
 ]
 
 

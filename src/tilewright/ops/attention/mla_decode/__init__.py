@@ -112,7 +112,7 @@ FORWARD = RawOp(
     "fwd",
     MlaDecodeArgs,
     package="tilewright.ops.attention",
-    kernels=("triton.mla_decode",),
+    kernels=("sm90.mla_decode", "triton.mla_decode"),
     outputs=_outputs,
     reference=attention,
     bucket=bucket,
