@@ -8,6 +8,7 @@ from tilewright.ops.moe import assignment
 from tilewright.ops.moe.fused.args import FusedMoeArgs
 
 ACTIVATIONS = ("silu", "gelu")
+QUANTS = (None, "fp8_block")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -47,3 +48,19 @@ def check(args: FusedMoeArgs) -> None:
     if activation not in ACTIVATIONS:
         allowed = ", ".join(map(repr, ACTIVATIONS))
         raise InputError(f"{op}: activation is {activation!r}; allowed are {allowed}.")
+
+
+def checked_quant(quant: str | None, activation: str, w1_scale: Tensor | None, w2_scale: Tensor | None) -> None:
+    """Raise InputError for a `quant` that there is not, and for what goes with none or another."""
+    if quant not in QUANTS:
+        allowed = ", ".join(map(repr, QUANTS))
+        raise InputError(f"fused_moe: quant is {quant!r}; allowed are {allowed}.")
+    scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
+    if quant is None:
+        given = " and ".join(name for name, scale in scales.items() if scale is not None)
+        raise InputError(f'fused_moe: {given} without quant; needs quant="fp8_block", or no scales.')
+    missing = " and ".join(name for name, scale in scales.items() if scale is None)
+    if missing:
+        raise InputError(f"fused_moe: quant is {quant!r} without {missing}; per_block_cast_to_fp8 gives both.")
+    if activation != "silu":
+        raise InputError(f'fused_moe: quant is {quant!r} with activation {activation!r}; needs "silu".')
