@@ -9,10 +9,13 @@
 // of the gates, eight of the ups and so on, so that a thread has a gate and its up, and D has half as many columns.
 //
 // Config: kBlockM (rows of A a tile has room for), kBlockN (128), kStages; kMajorW (0: W is (N, K), 1: (K, N)); kGated; kActivation;
-// kOnce (weights are read once: they leave the L2 first); Element (of A, W and D).  The rest is what tile_scheduler.cuh asks for.
+// kOnce (weights are read once: they leave the L2 first); kGather (row r of A is row slots[r] / top_k of x, which all threads of the
+// producer's warpgroup copy, as the TMA of Hopper gathers no rows); Element (of A, W and D).  The rest is what tile_scheduler.cuh
+// asks for.
 #pragma once
 
 #include <tilewright/activation.cuh>
+#include <tilewright/copies.cuh>
 #include <tilewright/epilogue.cuh>
 #include <tilewright/tile_operand.cuh>
 #include <tilewright/tile_scheduler.cuh>
@@ -31,6 +34,7 @@ template <typename Config> struct ExpertShape {
     static constexpr u32 kOutColumns = Config::kGated ? 32 : 64;  // of D, from a warpgroup
     static constexpr u32 kOutBytes = kOutColumns * sizeof(Element);
     static constexpr u32 kStaged = kBoxBytes / kOutBytes;  // rows of D a warpgroup stages at once
+    static constexpr u32 kAhead = 2;  // stages whose gathered rows are on their way while the next are copied
     static_assert(kColumns == 128, "two warpgroups of 64 columns");
     static_assert(kRows % kBox == 0 && kRest <= 64, "whole boxes; the accumulators fit registers");
     static_assert(!Config::kGated || kMajorW == Major::K, "gates and ups are rows of W");
@@ -41,6 +45,11 @@ __device__ inline void stmatrix_x4_transposed(u32 address, u32 m0, u32 m1, u32 m
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)
                  : "memory");
+}
+
+// Copies 16 bytes past the L1, or writes zeros if not `valid`.
+__device__ inline void cp_async_16(u32 to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
 // The main loop of one warpgroup for a tile of kN1 + kN2 rows of A.
@@ -77,10 +86,64 @@ __device__ inline void multiply_rows(float* first, float* rest, u32 k_blocks, u6
     release(last_stage);
 }
 
+// The producer that gathers: each of 128 threads copies 16 bytes of every sixteenth row of the tile, at the places where the TMA
+// would have put them, and announces a stage when its copies of it are complete.
+template <typename Config, typename Scheduler, typename ThisRing, typename Weights>
+__device__ inline void gather_rows(Scheduler& scheduler, ThisRing& ring, Barrier* full, Barrier* empty, u8* stages_a,
+                                   const Weights& load_weights, const typename Config::Element* x, i64 x_pitch,
+                                   const int* slots, u32 top_k, u32 k) {
+    using Shape = ExpertShape<Config>;
+    using Element = typename Config::Element;
+    using A = typename Shape::A;
+    constexpr u32 kSteps = Shape::kRows / 16, kAhead = Shape::kAhead;
+    static_assert(kAhead < Shape::kStages, "a stage is announced before its place is needed again");
+    const u32 thread = threadIdx.x % 128, first = thread / 8, chunk = thread % 8;
+    const u32 to = shared_address(stages_a) + swizzle<kSpan>(first * kSpan + chunk * 16);
+    x += chunk * (16 / sizeof(Element));
+    u32 pending = 0;  // stages on their way
+    ThisRing ready;   // the first of them
+    const auto announce = [&] {
+        fence_proxy_async_shared();
+        full[ready.stage].arrive();
+        ready.advance();
+    };
+    for (Tile tile; scheduler.next(tile);) {
+        const u32 rows = min(tile.row_end - tile.row, Shape::kRows), steps = (rows + 15) / 16;
+        u32 tokens[kSteps];
+#pragma unroll
+        for (u32 i = 0; i < kSteps; ++i) tokens[i] = slots[tile.row + min(first + 16 * i, rows - 1)] / top_k;
+        for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
+            const u32 stage = ring.stage, k_idx = k_block * A::kBlockK;
+            empty[stage].wait(ring.parity ^ 1);
+            if (thread == 0) {
+                full[stage].arrive_and_expect_tx(Shape::W::kBytes);
+                load_weights(stage, tile, k_idx);
+            }
+            const bool inside = k_idx + chunk * (16 / sizeof(Element)) < k;
+#pragma unroll
+            for (u32 i = 0; i < kSteps; ++i) {
+                if (i < steps) {
+                    cp_async_16(to + stage * A::kBytes + i * 16 * kSpan, x + i64(tokens[i]) * x_pitch + (inside ? k_idx : 0), inside);
+                }
+            }
+            cp_async_commit();
+            if (pending == kAhead) {
+                cp_async_wait<kAhead>();
+                announce();
+            } else {
+                ++pending;
+            }
+        }
+    }
+    cp_async_wait<0>();
+    for (; pending > 0; --pending) announce();
+}
+
 template <typename Config>
 __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     const __grid_constant__ TensorMap map_w, const __grid_constant__ TensorMap map_a, typename Config::Element* d, i64 d_pitch,
-    const int* starts, const int* ends, int m, int n, int k, int experts) {
+    const typename Config::Element* x, i64 x_pitch, const int* slots, int top_k, const int* starts, const int* ends, int m, int n, int k,
+    int experts) {
     using Shape = ExpertShape<Config>;
     using Element = typename Config::Element;
     using W = typename Shape::W;
@@ -98,7 +161,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     const u32 warpgroup = warp_index() / 4;
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) {
-            full[i].init(1);
+            full[i].init(Config::kGather ? 129 : 1);
             empty[i].init(8);  // one arrival a warp that reads
         }
         fence_barrier_init();
@@ -113,9 +176,25 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     TileScheduler<Config> scheduler(args, table, 0);
     Ring<kStages> ring;
 
+    const auto load_weights = [&](u32 stage, const Tile& tile, u32 k_idx) {
+        u8* const to = stages_w + stage * W::kBytes;
+        if constexpr (Config::kGated) {
+            tma_load(to, map_w, full[stage], k_idx, 0, 0, tile.column / 16, tile.batch_b, kHint);
+        } else if constexpr (Shape::kMajorW == Major::K) {
+            tma_load(to, map_w, full[stage], k_idx, tile.column, tile.batch_b, kHint);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                tma_load(to + i * kBoxBytes, map_w, full[stage], tile.column + i * 64, k_idx, tile.batch_b, kHint);
+            }
+        }
+    };
+
     if (warpgroup == 2) {
-        warpgroup_reg_dealloc<40>();
-        if (warp_index() == 8 && elect_one()) {
+        warpgroup_reg_dealloc<Config::kGather ? 56 : 40>();
+        if constexpr (Config::kGather) {
+            gather_rows<Config>(scheduler, ring, full, empty, stages_a, load_weights, x, x_pitch, slots, u32(top_k), u32(k));
+        } else if (warp_index() == 8 && elect_one()) {
             tma_prefetch_descriptor(map_w), tma_prefetch_descriptor(map_a);
             for (Tile tile; scheduler.next(tile);) {
                 const u32 bytes = W::kBytes + A::bytes_of_rows(tile.row, tile.row_end, Shape::kBox);
@@ -126,23 +205,13 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
 
                     // Issue the TMA loads of W and A
                     full[stage].arrive_and_expect_tx(bytes);
-                    u8* const to = stages_w + stage * W::kBytes;
-                    if constexpr (Config::kGated) {
-                        tma_load(to, map_w, full[stage], k_idx, 0, 0, tile.column / 16, tile.batch_b, kHint);
-                    } else if constexpr (Shape::kMajorW == Major::K) {
-                        tma_load(to, map_w, full[stage], k_idx, tile.column, tile.batch_b, kHint);
-                    } else {
-#pragma unroll
-                        for (u32 i = 0; i < 2; ++i) {
-                            tma_load(to + i * kBoxBytes, map_w, full[stage], tile.column + i * 64, k_idx, tile.batch_b, kHint);
-                        }
-                    }
+                    load_weights(stage, tile, k_idx);
                     A::load_rows(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, tile.row_end, Shape::kBox, k_idx, 0, 0);
                 }
             }
         }
     } else {
-        warpgroup_reg_alloc<232>();
+        warpgroup_reg_alloc<Config::kGather ? 224 : 232>();
         const u64 first_w = W::descriptor(stages_w + warpgroup * 64 * kSpan);  // 64 rows, or a box of 64 columns
         const u64 first_a = A::descriptor(stages_a);
         const auto release = [&](u32 stage) {

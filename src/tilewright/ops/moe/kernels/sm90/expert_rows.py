@@ -34,6 +34,7 @@ class Params(NamedTuple):
     kGated: bool
     kActivation: int
     kOnce: bool
+    kGather: bool
     Element: torch.dtype
     kBlockN: int = _COLUMNS
     kClusterM: int = 1
@@ -50,6 +51,10 @@ class Args(NamedTuple):
     map_a: Map
     d: Pointer
     d_pitch: I64
+    x: Pointer
+    x_pitch: I64
+    slots: Pointer
+    top_k: I32
     starts: Pointer
     ends: Pointer
     m: I32
@@ -66,11 +71,20 @@ def stages(room: int) -> int:
     return min(6, (_SHARED - _STATIC - 2 * 64 * _SPAN) // ((_COLUMNS + room) * _SPAN))
 
 
-def gemm_rows(d: Tensor, args: GroupedArgs, room: int, *, once: bool = True) -> None:
+class Gathered(NamedTuple):
+    """Rows in another order: row r is row slots[r] // top_k of x (T, K), contiguous along K.   slots: (S,) int32"""
+
+    x: Tensor
+    slots: Tensor
+    top_k: int
+
+
+def gemm_rows(d: Tensor, args: GroupedArgs, room: int, *, once: bool = True, gathered: Gathered | None = None) -> None:
     """Rows of each group of d (1, S, N_out) = those of a (1, S, K) @ b (G, K, N) of the group, gated if "swiglu": then
     the first half of N has the gates, and b is contiguous along K.
 
     room: of `ROOMS`, rows of a tile; a group with more has several tiles.   once: whether a group seldom has more.
+    gathered: the rows of a; a itself is not read then, and may be any tensor of its shape.
     """
     a, b, *_, starts, ends, _, activation, _ = args
     if not d.numel():
@@ -85,13 +99,18 @@ def gemm_rows(d: Tensor, args: GroupedArgs, room: int, *, once: bool = True) -> 
         kGated=gated,
         kActivation=ACTIVATIONS.index(activation),
         kOnce=once,
+        kGather=gathered is not None,
         Element=a.dtype,
     )
     kernel_args = Args(
         map_w=_weights_map(b, gated, along_n),
-        map_a=tensor_map(a, (1, _BOX, _STEP), swizzle=_SPAN),
+        map_a=tensor_map(a if gathered is None else gathered.x[None], (1, _BOX, _STEP), swizzle=_SPAN),
         d=d,
         d_pitch=d.stride(1),
+        x=None if gathered is None else gathered.x,
+        x_pitch=0 if gathered is None else gathered.x.stride(0),
+        slots=None if gathered is None else gathered.slots,
+        top_k=1 if gathered is None else gathered.top_k,
         starts=starts,
         ends=ends,
         m=m,
