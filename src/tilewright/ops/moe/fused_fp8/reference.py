@@ -9,7 +9,7 @@ from tilewright.ops.gemm.grouped.reference import rows_product
 from tilewright.ops.moe import moe_align, moe_unpermute
 from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args
 from tilewright.ops.quant.layout import TOKEN
-from tilewright.ops.quant.numbers import cast
+from tilewright.ops.quant.numbers import block_amax, quantise, scale_of, spread
 
 
 def experts(args: FusedMoeFp8Args) -> Tensor:
@@ -20,7 +20,8 @@ def experts(args: FusedMoeFp8Args) -> Tensor:
 
     def product(rows: Tensor, w: Tensor, scales: Tensor) -> Tensor:
         """Rows, cast, of each group times its w^T; 0 outside of the groups."""
-        q, row_scales = cast(rows, TOKEN)
+        row_scales = scale_of(block_amax(rows, TOKEN))
+        q = quantise(rows, spread(row_scales, TOKEN, *rows.shape))
         operands = GroupedArgs(q[None], w.mT, row_scales[None], scales, None, ends, 1, "", x.dtype)
         return torch.where(is_local, rows_product(operands)[0], 0)
 
