@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tilewright.jit.tape import scratch
 from tilewright.ops.moe.fused.args import FusedMoeArgs
-from tilewright.ops.moe.kernels.triton import moe_align, moe_permute, moe_unpermute
+from tilewright.ops.moe.kernels.triton import few_slots, moe_align, moe_permute, moe_unpermute
+from tilewright.ops.moe.kernels.triton.cast_rows import cast_rows
 from tilewright.ops.moe.moe_align import MoeAlignArgs, align_bucket
 from tilewright.ops.moe.moe_permute import MoePermuteArgs, order_bucket
 from tilewright.ops.moe.moe_unpermute import MoeUnpermuteArgs
@@ -25,17 +26,42 @@ class Order(NamedTuple):
     expected_rows: int
 
 
+def _order_memory(args: FusedMoeArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slots, positions, starts and ends."""
+    (tokens, k), experts = args.topk_ids.shape, args.w1.shape[0]
+    shapes = (tokens * k,), (tokens, k), (experts,), (experts,)
+    slots, positions, starts, ends = (scratch(shape, torch.int32, args.x.device) for shape in shapes)
+    return slots, positions, starts, ends
+
+
 def order(args: FusedMoeArgs, expected_rows: int) -> Order:
     """Sort the slots by expert."""
-    tokens, k = args.topk_ids.shape
-    experts, device = args.w1.shape[0], args.x.device
-    slots = scratch((tokens * k,), torch.int32, device)
-    positions = scratch((tokens, k), torch.int32, device)
-    starts, ends = (scratch((experts,), torch.int32, device) for _ in range(2))
-    aligned = MoeAlignArgs(args.topk_ids, args.expert_map, experts)
+    memory = _order_memory(args)
+    aligned = MoeAlignArgs(args.topk_ids, args.expert_map, args.w1.shape[0])
     config = moe_align.configure(align_bucket(aligned), args.topk_ids.dtype)
-    moe_align.launch((slots, positions, starts, ends), aligned, config)
-    return Order(slots, positions, starts, ends, expected_rows)
+    moe_align.launch(memory, aligned, config)
+    return Order(*memory, expected_rows)
+
+
+def order_and_rows(args: FusedMoeArgs, expected_rows: int) -> tuple[Order, Tensor]:
+    """Sort the slots by expert; rows of tokens (T * k, H) in this order."""
+    if args.topk_ids.numel() > few_slots.MOST_SLOTS:
+        ordered = order(args, expected_rows)
+        return ordered, gather(args, ordered)
+    memory = _order_memory(args)
+    rows, _ = few_slots.few_slots(memory, args.x, args.topk_ids, args.expert_map, cast=False)
+    return Order(*memory, expected_rows), rows
+
+
+def order_and_cast_rows(args: FusedMoeArgs, expected_rows: int) -> tuple[Order, Tensor, Tensor]:
+    """The same for rows cast to e4m3, and their scales."""
+    if args.topk_ids.numel() > few_slots.MOST_SLOTS:
+        ordered = order(args, expected_rows)
+        return ordered, *cast_rows(args.x, ordered.positions)
+    memory = _order_memory(args)
+    rows, scales = few_slots.few_slots(memory, args.x, args.topk_ids, args.expert_map, cast=True)
+    assert scales is not None, "of a cast"
+    return Order(*memory, expected_rows), rows, scales
 
 
 def gather(args: FusedMoeArgs, rows: Order) -> Tensor:

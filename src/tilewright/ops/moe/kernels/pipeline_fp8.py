@@ -14,7 +14,7 @@ from tilewright.ops.gemm.grouped.args import GroupedArgs
 from tilewright.ops.gemm.operands import FP8
 from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, unscaled
 from tilewright.ops.moe.kernels import pipeline
-from tilewright.ops.moe.kernels.triton.cast_rows import cast_rows, scale_memory
+from tilewright.ops.moe.kernels.triton.cast_rows import scale_memory
 from tilewright.ops.rows import RowsBucket
 
 Product = Callable[[Tensor, GroupedArgs], None]
@@ -24,7 +24,7 @@ Product = Callable[[Tensor, GroupedArgs], None]
 def run(out: Tensor, args: FusedMoeFp8Args, expected_rows: int, product: Product) -> None:
     """out (T, H) = the experts' weighted sum."""
     x, device = args.x, args.x.device
-    rows = pipeline.order(unscaled(args), expected_rows)
+    rows, q, q_scales = pipeline.order_and_cast_rows(unscaled(args), expected_rows)
     count, (_, width, inner) = rows.slots.shape[0], args.w2.shape
 
     def multiply(q: Tensor, scales: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def run(out: Tensor, args: FusedMoeFp8Args, expected_rows: int, product: Product
         product(d[None], GroupedArgs(q[None], w.mT, scales[None], w_scales, *limits, "", x.dtype))
         return d
 
-    both = multiply(*cast_rows(x, rows.positions), args.w1, args.w1_scale)
+    both = multiply(q, q_scales, args.w1, args.w1_scale)
     hidden, scales = scratch((count, inner), FP8, device), scale_memory(count, inner, device)
     silu_fp8.packed(hidden, scales, both, False, silu_fp8.configure(RowsBucket(count, inner), x.dtype))
     pipeline.combine(out, multiply(hidden, scales, args.w2, args.w2_scale), unscaled(args), rows)

@@ -133,8 +133,7 @@ def tile(args: GroupedArgs) -> TileConfig:
 )
 def launch(outs: tuple[Tensor], args: FusedMoeArgs, config: Config) -> None:
     x, w1, w2 = args.x, args.w1, args.w2
-    rows = pipeline.order(args, config.rows)
-    gathered = pipeline.gather(args, rows)
+    rows, gathered = pipeline.order_and_rows(args, config.rows)
     limits = rows.starts, rows.ends, rows.expected_rows
     hidden = scratch((1, gathered.shape[0], w2.shape[2]), x.dtype, x.device)
     first = GroupedArgs(gathered[None], w1.mT, None, None, *limits, "swiglu", x.dtype)
