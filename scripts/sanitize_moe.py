@@ -30,10 +30,10 @@ def gated_experts(sizes: Sequence[int], inner: int, k: int, name: str, shape: tu
     limits = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     args = GroupedArgs(a, b.mT, None, None, None, limits, max(sizes), "swiglu", HALF)
     if name == "dense":
-        tile = dense.config_of(cost_model.Tile(*shape), cost_model.Problem(1, 1, 1))
+        tile: Any = dense.config_of(cost_model.Tile(*shape), cost_model.Problem(1, 1, 1))
         dense.gemm_rows(d, args, tile, halves=True)
     elif name == "few_rows":
-        config = model.deepest(shape[0], shape[1], shape[2], model.UNSCALED, grouped=True)
+        config: Any = model.deepest(shape[0], shape[1], shape[2], model.UNSCALED, grouped=True)
         few_rows_grouped.gemm_rows(d, args, config, halves=True)
     else:
         room, top_k = shape

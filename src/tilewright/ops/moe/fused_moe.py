@@ -5,7 +5,7 @@ from torch import Tensor
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
 from tilewright.ops.moe.fused import samples
 from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket, fused_bucket
-from tilewright.ops.moe.fused.checks import check, checked_quant
+from tilewright.ops.moe.fused.checks import check, scales_of
 from tilewright.ops.moe.fused.reference import experts, experts_backward
 from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
 
@@ -38,16 +38,16 @@ def fused_moe(
     a result repeats bit for bit.  Ids stay on the device, so a call can be captured, and replayed with others.
     Gradients of x, w1, w2 and topk_weights.  Of a forward nothing but its arguments is kept: the backward computes the
     first product again.
-    quant: None, or "fp8_block": w1 and w2 are float8_e4m3fn with scales w1_scale and w2_scale of 128 x 128 blocks, and the
-    rest is `fused_moe_fp8`, with "silu" alone and without gradients.
+    quant: None, or "fp8_block": w1 and w2 are float8_e4m3fn with scales w1_scale and w2_scale of 128 x 128 blocks, and
+    the rest is `fused_moe_fp8`, with "silu" alone and without gradients.
     out: contiguous tensor to write instead of allocating; no gradient then.
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for other dtypes and for shapes that do not fit; ids are looked at as in `moe_align`.
     """
-    if quant is not None or w1_scale is not None or w2_scale is not None:
-        checked_quant(quant, activation, w1_scale, w2_scale)
+    scales = scales_of(quant, activation, w1_scale, w2_scale)
+    if scales is not None:
         return fused_moe_fp8(
-            x, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, expert_map=expert_map, out=out, backend=backend
+            x, w1, w2, *scales, topk_weights, topk_ids, expert_map=expert_map, out=out, backend=backend
         )
     args = FusedMoeArgs(x, w1, w2, topk_weights, topk_ids, expert_map, activation)
     result: Tensor = call(CONTRACT, args, backend, out)

@@ -1,5 +1,6 @@
 """The experts of a mixture in float8: weights with scales of blocks, rows cast before each product."""
 
+import torch
 from torch import Tensor
 
 from tilewright.dispatch import Contract, RawOp, call, dispatch, register
@@ -7,8 +8,6 @@ from tilewright.ops.moe.fused_fp8 import samples
 from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, FusedMoeFp8Bucket, fp8_bucket
 from tilewright.ops.moe.fused_fp8.checks import check
 from tilewright.ops.moe.fused_fp8.reference import experts
-
-import torch
 
 
 @dispatch("fused_moe_fp8")
@@ -25,8 +24,8 @@ def fused_moe_fp8(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`fused_moe` of float8 weights: y[t] = sum over j of topk_weights[t, j] * D q(silu(G q(x[t])) * (U q(x[t]))), where
-    q casts to float8_e4m3fn with a scale for each 128 neighbours of a row, as `per_token_cast_to_fp8` does.
+    """`fused_moe` of float8 weights: y[t] = sum over j of topk_weights[t, j] * D q(silu(G q(x[t])) * (U q(x[t]))),
+    where q casts to float8_e4m3fn with a scale for each 128 neighbours of a row, as `per_token_cast_to_fp8` does.
 
     x: (T, H) bf16|fp16.   w1: (E, 2 I, H), gates first, and w2: (E, H, I) float8_e4m3fn.   w1_scale: (E, ceil(2 I/128),
     ceil(H/128)) and w2_scale: (E, ceil(H/128), ceil(I/128)) float32, one for each 128 x 128 block, as

@@ -50,17 +50,23 @@ def check(args: FusedMoeArgs) -> None:
         raise InputError(f"{op}: activation is {activation!r}; allowed are {allowed}.")
 
 
-def checked_quant(quant: str | None, activation: str, w1_scale: Tensor | None, w2_scale: Tensor | None) -> None:
-    """Raise InputError for a `quant` that there is not, and for what goes with none or another."""
+def scales_of(
+    quant: str | None, activation: str, w1_scale: Tensor | None, w2_scale: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return the scales of a quantised form, None without `quant`; raise InputError for a `quant` that there is not,
+    and for what does not go with it.
+    """
     if quant not in QUANTS:
         allowed = ", ".join(map(repr, QUANTS))
         raise InputError(f"fused_moe: quant is {quant!r}; allowed are {allowed}.")
-    scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
     if quant is None:
-        given = " and ".join(name for name, scale in scales.items() if scale is not None)
-        raise InputError(f'fused_moe: {given} without quant; needs quant="fp8_block", or no scales.')
-    missing = " and ".join(name for name, scale in scales.items() if scale is None)
-    if missing:
-        raise InputError(f"fused_moe: quant is {quant!r} without {missing}; per_block_cast_to_fp8 gives both.")
+        if w1_scale is not None or w2_scale is not None:
+            raise InputError('fused_moe: scales of weights without quant; needs quant="fp8_block", or no scales.')
+        return None
+    if w1_scale is None or w2_scale is None:
+        raise InputError(
+            f"fused_moe: quant is {quant!r} without w1_scale or w2_scale; per_block_cast_to_fp8 gives both."
+        )
     if activation != "silu":
         raise InputError(f'fused_moe: quant is {quant!r} with activation {activation!r}; needs "silu".')
+    return w1_scale, w2_scale

@@ -108,5 +108,5 @@ BAD_INPUTS = (
     _bad("other tokens", r"needs two of \(3, k\)", topk_weights=lambda t: t[:2], topk_ids=lambda t: t[:2]),
     _bad("no such activation", "activation is 'tanh'", activation="tanh"),
     _bad("low bits", "quant is 'int4'; allowed are None, 'fp8_block'", quant="int4"),
-    _bad("float8 without scales", "without w1_scale and w2_scale", quant="fp8_block"),
+    _bad("float8 without scales", "without w1_scale or w2_scale", quant="fp8_block"),
 )

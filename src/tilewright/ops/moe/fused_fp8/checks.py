@@ -40,7 +40,10 @@ def check(args: FusedMoeFp8Args) -> None:
             f"{OP}: x is {tuple(x.shape)}, w1 {tuple(w1.shape)}, w2 {tuple(w2.shape)}; "
             "needs (T, H), (E, 2 I, H) and (E, H, I), E at least 1."
         )
-    for name, scale, (rows, depth) in (("w1_scale", w1_scale, (2 * inner, width)), ("w2_scale", w2_scale, (width, inner))):
+    for name, scale, (rows, depth) in (
+        ("w1_scale", w1_scale, (2 * inner, width)),
+        ("w2_scale", w2_scale, (width, inner)),
+    ):
         wanted = (experts, *BLOCK.shape(rows, depth))
         if tuple(scale.shape) != wanted:
             raise InputError(f"{OP}: {name} is {tuple(scale.shape)}; needs {wanted}, one for 128 x 128 of a weight.")

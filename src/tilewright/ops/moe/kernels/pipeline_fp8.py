@@ -25,7 +25,7 @@ def run(out: Tensor, args: FusedMoeFp8Args, expected_rows: int, product: Product
     """out (T, H) = the experts' weighted sum."""
     x, device = args.x, args.x.device
     rows, q, q_scales = pipeline.order_and_cast_rows(unscaled(args), expected_rows)
-    count, (_, width, inner) = rows.slots.shape[0], args.w2.shape
+    count, inner = rows.slots.shape[0], args.w2.shape[2]
 
     def multiply(q: Tensor, scales: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
         d = scratch((count, w.shape[1]), x.dtype, device)

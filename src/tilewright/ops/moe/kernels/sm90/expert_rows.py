@@ -18,7 +18,8 @@ from tilewright.jit.tensor_map import TensorMap, tensor_map
 from tilewright.ops.gemm.grouped.args import GroupedArgs
 from tilewright.ops.gemm.operands import ACTIVATIONS, Major, major_b
 
-_COLUMNS, _BOX, _SPAN, _STEP = 128, 32, 128, 64  # as in the header: columns of a tile, rows of a copy, bytes and K of a stage
+# As in the header: columns of a tile, rows of a copy, bytes and K of a stage
+_COLUMNS, _BOX, _SPAN, _STEP = 128, 32, 128, 64
 _SHARED = 232448  # bytes that a block may have
 _STATIC = 2048  # of them, barriers and the table of tiles
 ROOMS = (128, 192, 256, 288)
@@ -63,7 +64,9 @@ class Args(NamedTuple):
     experts: I32
 
 
-KERNEL = CudaKernel(Path(__file__).with_name("expert_rows.cuh"), "sm90_expert_rows", Args, archs=("sm_90a",), dependent=True)
+KERNEL = CudaKernel(
+    Path(__file__).with_name("expert_rows.cuh"), "sm90_expert_rows", Args, archs=("sm_90a",), dependent=True
+)
 
 
 def stages(room: int) -> int:
