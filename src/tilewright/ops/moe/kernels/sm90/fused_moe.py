@@ -33,7 +33,8 @@ from tilewright.ops.moe.fused.args import (
 from tilewright.ops.moe.fused_moe import BACKWARD, FORWARD
 from tilewright.ops.moe.kernels import pipeline
 from tilewright.ops.moe.kernels.backward import backward
-from tilewright.ops.moe.kernels.sm90 import expert_rows
+from tilewright.ops.moe.kernels.pipeline_fp8 import Steps
+from tilewright.ops.moe.kernels.sm90 import expert_rows, few_tokens
 from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
 from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN
 
@@ -133,14 +134,15 @@ def tile(args: GroupedArgs) -> TileConfig:
 )
 def launch(outs: tuple[Tensor], args: FusedMoeArgs, config: Config) -> None:
     x, w1, w2 = args.x, args.w1, args.w2
-    rows, gathered = pipeline.order_and_rows(args, config.rows)
+    steps: Steps = few_tokens if few_tokens.serves(args, outs[0]) else pipeline
+    rows, gathered, _ = steps.order_and_rows(args, config.rows, cast=False)
     limits = rows.starts, rows.ends, rows.expected_rows
     hidden = scratch((1, gathered.shape[0], w2.shape[2]), x.dtype, x.device)
     first = GroupedArgs(gathered[None], w1.mT, None, None, *limits, "swiglu", x.dtype)
     product(hidden, first, config, halves=True)
     y = scratch((1, *gathered.shape), x.dtype, x.device)
     product(y, GroupedArgs(hidden, w2.mT, None, None, *limits, "", x.dtype), config)
-    pipeline.combine(outs[0], y[0], args, rows)
+    steps.combine(outs[0], y[0], args, rows)
 
 
 class Products:

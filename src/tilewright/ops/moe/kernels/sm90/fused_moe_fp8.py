@@ -15,9 +15,10 @@ from tilewright.ops.gemm.kernels.sm90 import few_rows_grouped, fp8
 from tilewright.ops.gemm.kernels.sm90.few_rows_model import MAX_ROWS
 from tilewright.ops.gemm.kernels.sm90.operands import why_not_arch
 from tilewright.ops.moe.fused.args import mean_rows
-from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, FusedMoeFp8Bucket, fp8_bucket
+from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, FusedMoeFp8Bucket, fp8_bucket, unscaled
 from tilewright.ops.moe.fused_moe_fp8 import FORWARD
-from tilewright.ops.moe.kernels import pipeline_fp8
+from tilewright.ops.moe.kernels import pipeline, pipeline_fp8
+from tilewright.ops.moe.kernels.sm90 import few_tokens
 from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
 from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN
 from tilewright.ops.quant.layout import BLOCK
@@ -86,4 +87,5 @@ def product(d: Tensor, args: GroupedArgs, few_rows: bool) -> None:
     FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
 )
 def launch(outs: tuple[Tensor], args: FusedMoeFp8Args, config: Config) -> None:
-    pipeline_fp8.run(outs[0], args, config.rows, lambda d, grouped: product(d, grouped, config.few_rows))
+    steps: pipeline_fp8.Steps = few_tokens if few_tokens.serves(unscaled(args), outs[0]) else pipeline
+    pipeline_fp8.run(outs[0], args, config.rows, lambda d, grouped: product(d, grouped, config.few_rows), steps)
