@@ -121,11 +121,15 @@ template <typename Config> class TileScheduler {
         return true;
     }
 
+    // All units; the one that next() takes.
+    __device__ u32 units() const { return units_; }
+    __device__ void seek(u32 unit) { unit_ = unit; }
+
   private:
     // Large tiles take equal shares of a group's rows, 192 and 78 of 270 rather than 256 and 14: a tile of a few rows still
     // loads all of B
     static constexpr bool kEqualShares = kGemmType == GemmType::GroupedM && Config::kBlockM > 128 && Config::kClusterM == 1;
-    static constexpr u32 kShareRows = Config::kBlockM % 64 == 0 ? 64 : 32;
+    static constexpr u32 kShareRows = Config::kBlockM % 64 == 0 ? 64 : 16;
     static constexpr u32 kUnitRows = Config::kBlockM * Config::kClusterM, kUnitColumns = Config::kBlockN * Config::kClusterN;
 
     // A group's rows of A, or its part of K.

@@ -15,7 +15,6 @@
 #pragma once
 
 #include <tilewright/activation.cuh>
-#include <tilewright/copies.cuh>
 #include <tilewright/epilogue.cuh>
 #include <tilewright/tile_operand.cuh>
 #include <tilewright/tile_scheduler.cuh>
@@ -29,14 +28,12 @@ template <typename Config> struct ExpertShape {
     using W = Operand<Element, kMajorW, kColumns, 1>;
     using A = Operand<Element, Major::K, kRows, 1>;
     static constexpr u32 kMost = 256;  // rows of one wgmma
-    static constexpr u32 kFirst = kRows < kMost ? kRows : kMost, kRest = kRows - kFirst;
-    static constexpr u32 kBox = 32;    // rows of A a copy loads
+    static constexpr u32 kBox = Config::kBox;  // rows of A a copy loads
     static constexpr u32 kOutColumns = Config::kGated ? 32 : 64;  // of D, from a warpgroup
     static constexpr u32 kOutBytes = kOutColumns * sizeof(Element);
     static constexpr u32 kStaged = kBoxBytes / kOutBytes;  // rows of D a warpgroup stages at once
-    static constexpr u32 kAhead = 2;  // stages whose gathered rows are on their way while the next are copied
     static_assert(kColumns == 128, "two warpgroups of 64 columns");
-    static_assert(kRows % kBox == 0 && kRest <= 64, "whole boxes; the accumulators fit registers");
+    static_assert(kRows % kBox == 0 && kRows <= 320, "whole boxes; the accumulators fit registers");
     static_assert(!Config::kGated || kMajorW == Major::K, "gates and ups are rows of W");
 };
 
@@ -47,20 +44,44 @@ __device__ inline void stmatrix_x4_transposed(u32 address, u32 m0, u32 m1, u32 m
                  : "memory");
 }
 
-// Copies 16 bytes past the L1, or writes zeros if not `valid`.
-__device__ inline void cp_async_16(u32 to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
+// The tiles of a block.  In the last round there are fewer tiles than blocks: then up to kMostParts blocks share the rows of one.
+template <typename Config> class ExpertTiles {
+    static constexpr u32 kMostParts = 4;
+
+  public:
+    __device__ ExpertTiles(const SchedulerArgs& args, const typename TileScheduler<Config>::Table& table)
+        : tiles_(args, table, 0), rounds_(tiles_.units() / gridDim.x) {}
+
+    __device__ bool next(Tile& tile) {
+        if (round_ > rounds_) return false;
+        if (round_++ < rounds_) return tiles_.next(tile);
+        const u32 first = rounds_ * gridDim.x, left = tiles_.units() - first;
+        if (left == 0) return false;
+        const u32 parts = min(gridDim.x / left, kMostParts), part = blockIdx.x / left;
+        if (part >= parts) return false;
+        tiles_.seek(first + blockIdx.x % left);
+        tiles_.next(tile);
+        const u32 end = min(tile.row_end, tile.row + Config::kBlockM);
+        const u32 share = (end - tile.row + 16 * parts - 1) / (16 * parts) * 16;
+        tile.row += part * share;
+        tile.row_end = min(tile.row + share, end);
+        return tile.row < end;
+    }
+
+  private:
+    TileScheduler<Config> tiles_;
+    u32 rounds_, round_ = 0;
+};
 
 // The main loop of one warpgroup for a tile of kN1 + kN2 rows of A.
 template <typename Config, u32 kN1, u32 kN2, typename Full, typename Release, typename ThisRing>
-__device__ inline void multiply_rows(float* first, float* rest, u32 k_blocks, u64 first_w, u64 first_a, Full& full,
+__device__ inline void multiply_rows(float* sums, u32 k_blocks, u64 first_w, u64 first_a, Full& full,
                                      const Release& release, ThisRing& ring) {
     using Shape = ExpertShape<Config>;
     using Element = typename Config::Element;
     using W = typename Shape::W;
     using A = typename Shape::A;
-    float(&acc)[kN1 / 2] = *reinterpret_cast<float(*)[kN1 / 2]>(first);
+    float(&acc)[kN1 / 2] = *reinterpret_cast<float(*)[kN1 / 2]>(sums);
     u32 last_stage = 0;
     for (u32 k_block = 0; k_block < k_blocks; ++k_block, ring.advance()) {
         full[ring.stage].wait(ring.parity);
@@ -72,9 +93,8 @@ __device__ inline void multiply_rows(float* first, float* rest, u32 k_blocks, u6
             const u64 w = wgmma_advance(desc_w, i * W::kAdvance), a = wgmma_advance(desc_a, i * A::kAdvance);
             wgmma<kN1, Element, Shape::kMajorW, Major::K>(acc, w, a, k_block > 0 || i > 0);
             if constexpr (kN2 > 0) {
-                float(&acc_rest)[kN2 / 2] = *reinterpret_cast<float(*)[kN2 / 2]>(rest);
-                wgmma<kN2, Element, Shape::kMajorW, Major::K>(acc_rest, w, wgmma_advance(a, Shape::kMost * kSpan),
-                                                              k_block > 0 || i > 0);
+                float(&rest)[kN2 / 2] = *reinterpret_cast<float(*)[kN2 / 2]>(sums + kN1 / 2);
+                wgmma<kN2, Element, Shape::kMajorW, Major::K>(rest, w, wgmma_advance(a, kN1 * kSpan), k_block > 0 || i > 0);
             }
         }
         wgmma_commit();
@@ -86,69 +106,46 @@ __device__ inline void multiply_rows(float* first, float* rest, u32 k_blocks, u6
     release(last_stage);
 }
 
-// The producer that gathers: each of 128 threads copies 16 bytes of every sixteenth row of the tile, at the places where the TMA
-// would have put them, and announces a stage when its copies of it are complete.
+// The producer that gathers: a copy of one row for each row of the tile, issued by 128 threads.
 template <typename Config, typename Scheduler, typename ThisRing, typename Weights>
 __device__ inline void gather_rows(Scheduler& scheduler, ThisRing& ring, Barrier* full, Barrier* empty, u8* stages_a,
-                                   const Weights& load_weights, const typename Config::Element* x, i64 x_pitch,
-                                   const int* slots, u32 top_k, u32 k) {
+                                   const Weights& load_weights, const TensorMap& map_x, const int* slots, u32 top_k) {
     using Shape = ExpertShape<Config>;
-    using Element = typename Config::Element;
     using A = typename Shape::A;
-    constexpr u32 kSteps = Shape::kRows / 16, kAhead = Shape::kAhead;
-    static_assert(kAhead < Shape::kStages, "a stage is announced before its place is needed again");
-    const u32 thread = threadIdx.x % 128, first = thread / 8, chunk = thread % 8;
-    const u32 to = shared_address(stages_a) + swizzle<kSpan>(first * kSpan + chunk * 16);
-    x += chunk * (16 / sizeof(Element));
-    u32 pending = 0;  // stages on their way
-    ThisRing ready;   // the first of them
-    const auto announce = [&] {
-        fence_proxy_async_shared();
-        full[ready.stage].arrive();
-        ready.advance();
-    };
+    constexpr u32 kSteps = (Shape::kRows + 127) / 128;
+    const u32 thread = threadIdx.x % 128;
     for (Tile tile; scheduler.next(tile);) {
-        const u32 rows = min(tile.row_end - tile.row, Shape::kRows), steps = (rows + 15) / 16;
-        u32 tokens[kSteps];
+        const u32 rows = min(tile.row_end - tile.row, Shape::kRows);
+        int tokens[kSteps];
 #pragma unroll
-        for (u32 i = 0; i < kSteps; ++i) tokens[i] = slots[tile.row + min(first + 16 * i, rows - 1)] / top_k;
+        for (u32 i = 0; i < kSteps; ++i) tokens[i] = slots[tile.row + min(thread + 128 * i, rows - 1)] / top_k;
         for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
             const u32 stage = ring.stage, k_idx = k_block * A::kBlockK;
             empty[stage].wait(ring.parity ^ 1);
             if (thread == 0) {
-                full[stage].arrive_and_expect_tx(Shape::W::kBytes);
+                full[stage].arrive_and_expect_tx(Shape::W::kBytes + rows * kSpan);
                 load_weights(stage, tile, k_idx);
             }
-            const bool inside = k_idx + chunk * (16 / sizeof(Element)) < k;
 #pragma unroll
             for (u32 i = 0; i < kSteps; ++i) {
-                if (i < steps) {
-                    cp_async_16(to + stage * A::kBytes + i * 16 * kSpan, x + i64(tokens[i]) * x_pitch + (inside ? k_idx : 0), inside);
-                }
+                const u32 row = thread + 128 * i;
+                if (row < rows) tma_load(stages_a + stage * A::kBytes + row * kSpan, map_x, full[stage], k_idx, tokens[i]);
             }
-            cp_async_commit();
-            if (pending == kAhead) {
-                cp_async_wait<kAhead>();
-                announce();
-            } else {
-                ++pending;
-            }
+            __syncwarp();
         }
     }
-    cp_async_wait<0>();
-    for (; pending > 0; --pending) announce();
 }
 
 template <typename Config>
 __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     const __grid_constant__ TensorMap map_w, const __grid_constant__ TensorMap map_a, typename Config::Element* d, i64 d_pitch,
-    const typename Config::Element* x, i64 x_pitch, const int* slots, int top_k, const int* starts, const int* ends, int m, int n, int k,
+    const int* slots, int top_k, const int* starts, const int* ends, int m, int n, int k,
     int experts) {
     using Shape = ExpertShape<Config>;
     using Element = typename Config::Element;
     using W = typename Shape::W;
     using A = typename Shape::A;
-    constexpr u32 kStages = Shape::kStages, kRows = Shape::kRows, kFirst = Shape::kFirst, kRest = Shape::kRest;
+    constexpr u32 kStages = Shape::kStages, kRows = Shape::kRows;
     constexpr CacheHint kHint = Config::kOnce ? CacheHint::EvictFirst : CacheHint::EvictNormal;
 
     extern __shared__ __align__(1024) u8 stages_w[];  // kStages of W, then kStages of A, then a staged box a warpgroup
@@ -161,7 +158,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     const u32 warpgroup = warp_index() / 4;
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) {
-            full[i].init(Config::kGather ? 129 : 1);
+            full[i].init(1);
             empty[i].init(8);  // one arrival a warp that reads
         }
         fence_barrier_init();
@@ -173,7 +170,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     // Each warp schedules the same tiles for itself
     const SchedulerArgs args{u32(m), u32(n), u32(k), u32(experts), 1u << 16, starts, ends, false};
     TileScheduler<Config>::prepare(args, table);
-    TileScheduler<Config> scheduler(args, table, 0);
+    ExpertTiles<Config> scheduler(args, table);
     Ring<kStages> ring;
 
     const auto load_weights = [&](u32 stage, const Tile& tile, u32 k_idx) {
@@ -191,9 +188,9 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     };
 
     if (warpgroup == 2) {
-        warpgroup_reg_dealloc<Config::kGather ? 56 : 40>();
+        warpgroup_reg_dealloc<40>();
         if constexpr (Config::kGather) {
-            gather_rows<Config>(scheduler, ring, full, empty, stages_a, load_weights, x, x_pitch, slots, u32(top_k), u32(k));
+            gather_rows<Config>(scheduler, ring, full, empty, stages_a, load_weights, map_a, slots, u32(top_k));
         } else if (warp_index() == 8 && elect_one()) {
             tma_prefetch_descriptor(map_w), tma_prefetch_descriptor(map_a);
             for (Tile tile; scheduler.next(tile);) {
@@ -211,7 +208,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
             }
         }
     } else {
-        warpgroup_reg_alloc<Config::kGather ? 224 : 232>();
+        warpgroup_reg_alloc<232>();
         const u64 first_w = W::descriptor(stages_w + warpgroup * 64 * kSpan);  // 64 rows, or a box of 64 columns
         const u64 first_a = A::descriptor(stages_a);
         const auto release = [&](u32 stage) {
@@ -223,15 +220,15 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
 
         for (Tile tile; scheduler.next(tile);) {
             const u32 rows = min(tile.row_end - tile.row, kRows);
-            float acc[kFirst / 2], rest[kRest > 0 ? kRest / 2 : 1];
+            float acc[kRows / 2];
 
             // Multiply as many columns as there are rows, in 16s
             switch ((rows - 1) / 16) {
 #define TILEWRIGHT_ROWS(I)                                                                                             \
     case I:                                                                                                            \
         if constexpr ((I + 1) * 16 <= kRows) {                                                                         \
-            constexpr u32 kN1 = (I + 1) * 16 < kFirst ? (I + 1) * 16 : kFirst;                                         \
-            multiply_rows<Config, kN1, (I + 1) * 16 - kN1>(acc, rest, tile.k_blocks, first_w, first_a, full, release, ring); \
+            constexpr u32 kN = (I + 1) * 16, kN1 = kN <= Shape::kMost ? kN : Shape::kMost;                              \
+            multiply_rows<Config, kN1, kN - kN1>(acc, tile.k_blocks, first_w, first_a, full, release, ring);           \
         }                                                                                                              \
         break;
                 TILEWRIGHT_ROWS(0) TILEWRIGHT_ROWS(1) TILEWRIGHT_ROWS(2) TILEWRIGHT_ROWS(3) TILEWRIGHT_ROWS(4)
@@ -241,9 +238,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
 #undef TILEWRIGHT_ROWS
             }
 #pragma unroll
-            for (u32 i = 0; i < kFirst / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-#pragma unroll
-            for (u32 i = 0; i < kRest / 2; ++i) asm volatile("" : "+f"(rest[i])::"memory");
+            for (u32 i = 0; i < kRows / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 
             // Epilogue: kStaged rows at a time through shared memory
             const u32 column = (Config::kGated ? tile.column / 2 : tile.column) + warpgroup * Shape::kOutColumns;
@@ -255,7 +250,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
                     for (u32 part = 0; part < Shape::kStaged; part += Config::kGated ? 32 : 16) {
                         if (begin + part < kRows && begin + part < rows) {
                             const u32 r = begin + part;
-                            const float* const f = r < kFirst ? acc + r / 2 : rest + (r - kFirst) / 2;
+                            const float* const f = acc + r / 2;
                             if constexpr (Config::kGated) {
                                 u32 packed[4];
 #pragma unroll

@@ -36,6 +36,7 @@ class Params(NamedTuple):
     kActivation: int
     kOnce: bool
     kGather: bool
+    kBox: int
     Element: torch.dtype
     kBlockN: int = _COLUMNS
     kClusterM: int = 1
@@ -52,8 +53,6 @@ class Args(NamedTuple):
     map_a: Map
     d: Pointer
     d_pitch: I64
-    x: Pointer
-    x_pitch: I64
     slots: Pointer
     top_k: I32
     starts: Pointer
@@ -82,7 +81,7 @@ class Gathered(NamedTuple):
     top_k: int
 
 
-def gemm_rows(d: Tensor, args: GroupedArgs, room: int, *, once: bool = True, gathered: Gathered | None = None) -> None:
+def gemm_rows(d: Tensor, args: GroupedArgs, room: int, *, once: bool = True, gathered: Gathered | None = None, box: int = _BOX) -> None:
     """Rows of each group of d (1, S, N_out) = those of a (1, S, K) @ b (G, K, N) of the group, gated if "swiglu": then
     the first half of N has the gates, and b is contiguous along K.
 
@@ -103,15 +102,16 @@ def gemm_rows(d: Tensor, args: GroupedArgs, room: int, *, once: bool = True, gat
         kActivation=ACTIVATIONS.index(activation),
         kOnce=once,
         kGather=gathered is not None,
+        kBox=box,
         Element=a.dtype,
     )
     kernel_args = Args(
         map_w=_weights_map(b, gated, along_n),
-        map_a=tensor_map(a if gathered is None else gathered.x[None], (1, _BOX, _STEP), swizzle=_SPAN),
+        map_a=tensor_map(a, (1, box, _STEP), swizzle=_SPAN)
+        if gathered is None
+        else tensor_map(gathered.x, (1, _STEP), swizzle=_SPAN),
         d=d,
         d_pitch=d.stride(1),
-        x=None if gathered is None else gathered.x,
-        x_pitch=0 if gathered is None else gathered.x.stride(0),
         slots=None if gathered is None else gathered.slots,
         top_k=1 if gathered is None else gathered.top_k,
         starts=starts,
@@ -121,9 +121,8 @@ def gemm_rows(d: Tensor, args: GroupedArgs, room: int, *, once: bool = True, gat
         k=k,
         experts=experts,
     )
-    tiles = (-(-m // room) + min(experts, m)) * -(-n // _COLUMNS)
     KERNEL(
-        (max(1, min(tiles, usable_sms(d.device))),),
+        (usable_sms(d.device),),  # the host does not know how many tiles there are; blocks share the last
         kernel_args,
         params,
         block=384,
