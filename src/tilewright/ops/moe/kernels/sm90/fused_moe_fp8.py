@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
-from tilewright.ops.gemm.grouped.args import GroupedArgs, grouped_bucket
+from tilewright.ops.gemm.grouped.args import GroupedArgs, GroupedBucket, grouped_bucket
 from tilewright.ops.gemm.kernels.sm90 import few_rows_grouped, fp8
 from tilewright.ops.gemm.kernels.sm90.few_rows_model import MAX_ROWS
+from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile
 from tilewright.ops.gemm.kernels.sm90.operands import why_not_arch
 from tilewright.ops.moe.fused.args import mean_rows
 from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, FusedMoeFp8Bucket, fp8_bucket, unscaled
@@ -31,6 +32,7 @@ class Config(NamedTuple):
     few_rows: bool
 
 
+MANY_ROWS, LONG_K = 512, 4096  # rows of an expert up to which tiles are chosen here, and a K that tells them apart
 MOST_ROWS = 1024  # of an expert, that a choice tells from more
 CONFIGS = tuple(
     Config(1 << power, few) for power in range(11) for few in ((True, False) if 1 << power <= MAX_ROWS else (False,))
@@ -78,9 +80,21 @@ def product(d: Tensor, args: GroupedArgs, few_rows: bool) -> None:
         if few is not None:
             few_rows_grouped.gemm_rows(d, args, few)
             return
-    config = fp8.configure_rows(bucket, args.a.dtype)
+    fp8.gemm_rows(d, args, tile(bucket))
+
+
+def tile(bucket: GroupedBucket) -> fp8.Config:
+    """The rows of an expert are random, and a tile of 64 rows more costs less than one of 256.  First and second product
+    of 4096 tokens, 128 experts, 7168 x 2048, on an H200 in 2026-11: 2.31 and 1.27 ms with 128 x 192, 2.52 and 1.21 with
+    192 x 128, 2.52 and 1.41 with 256 x 128; 8192 tokens, 2048 x 768: 0.47 and 0.31, 0.44 and 0.29, 0.47 and 0.32.
+    """
+    if bucket.rows <= MANY_ROWS and bucket.N >= 128:
+        shape = Tile(128, 192) if bucket.K >= LONG_K and bucket.N >= 192 else Tile(192, 128)
+        problem = Problem(bucket.rows, bucket.N, bucket.K, scaling=bucket.scaling, batch=max(1, bucket.G))
+        return fp8.config_of(shape, problem)
+    config = fp8.configure_rows(bucket, torch.float8_e4m3fn)
     assert config is not None, "operands have scales"
-    fp8.gemm_rows(d, args, config)
+    return config
 
 
 @register_kernel(
