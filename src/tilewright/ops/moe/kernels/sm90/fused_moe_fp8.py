@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.ops.gemm.grouped.args import GroupedArgs, GroupedBucket, grouped_bucket
 from tilewright.ops.gemm.kernels.sm90 import few_rows_grouped, fp8
-from tilewright.ops.gemm.kernels.sm90.few_rows_model import MAX_ROWS
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import MAX_ROWS, deepest
 from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile
 from tilewright.ops.gemm.kernels.sm90.operands import why_not_arch
 from tilewright.ops.moe.fused.args import mean_rows
@@ -33,6 +33,7 @@ class Config(NamedTuple):
 
 
 MANY_ROWS, LONG_K = 512, 4096  # rows of an expert up to which tiles are chosen here, and a K that tells them apart
+SHORT_K = 1024  # of few rows
 MOST_ROWS = 1024  # of an expert, that a choice tells from more
 CONFIGS = tuple(
     Config(1 << power, few) for power in range(11) for few in ((True, False) if 1 << power <= MAX_ROWS else (False,))
@@ -78,6 +79,10 @@ def product(d: Tensor, args: GroupedArgs, few_rows: bool) -> None:
     if few_rows:
         few = few_rows_grouped.configure(bucket, args.a.dtype)
         if few is not None:
+            if (
+                bucket.K <= SHORT_K and few.tokens <= 16
+            ):  # a tile is a few steps: blocks hide each other's beginnings and ends
+                few = deepest(few.tokens, 1, 3, bucket.scaling, grouped=True)
             few_rows_grouped.gemm_rows(d, args, few)
             return
     fp8.gemm_rows(d, args, tile(bucket))
