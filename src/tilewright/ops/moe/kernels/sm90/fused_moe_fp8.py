@@ -14,6 +14,7 @@ from tilewright.ops.gemm.grouped.args import GroupedArgs, GroupedBucket, grouped
 from tilewright.ops.gemm.kernels.sm90 import few_rows_grouped, fp8
 from tilewright.ops.gemm.kernels.sm90.few_rows_model import MAX_ROWS, deepest
 from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile
+from tilewright.ops.gemm.kernels.sm90.fp8_kernel import Config as TileConfig
 from tilewright.ops.gemm.kernels.sm90.operands import why_not_arch
 from tilewright.ops.moe.fused.args import mean_rows
 from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, FusedMoeFp8Bucket, fp8_bucket, unscaled
@@ -79,19 +80,17 @@ def product(d: Tensor, args: GroupedArgs, few_rows: bool) -> None:
     if few_rows:
         few = few_rows_grouped.configure(bucket, args.a.dtype)
         if few is not None:
-            if (
-                bucket.K <= SHORT_K and few.tokens <= 16
-            ):  # a tile is a few steps: blocks hide each other's beginnings and ends
-                few = deepest(few.tokens, 1, 3, bucket.scaling, grouped=True)
-            few_rows_grouped.gemm_rows(d, args, few)
+            # Where a tile is a few steps, blocks hide each other's beginnings and ends
+            short = deepest(few.tokens, 1, 3, bucket.scaling, grouped=True) if bucket.K <= SHORT_K else None
+            few_rows_grouped.gemm_rows(d, args, short or few)
             return
     fp8.gemm_rows(d, args, tile(bucket))
 
 
-def tile(bucket: GroupedBucket) -> fp8.Config:
-    """The rows of an expert are random, and a tile of 64 rows more costs less than one of 256.  First and second product
-    of 4096 tokens, 128 experts, 7168 x 2048, on an H200 in 2026-11: 2.31 and 1.27 ms with 128 x 192, 2.52 and 1.21 with
-    192 x 128, 2.52 and 1.41 with 256 x 128; 8192 tokens, 2048 x 768: 0.47 and 0.31, 0.44 and 0.29, 0.47 and 0.32.
+def tile(bucket: GroupedBucket) -> TileConfig:
+    """The rows of an expert are random, and a tile of 64 rows more costs less than one of 256.  4096 tokens, 128
+    experts, 7168 x 2048, on an H200 in 2026-11: the first product took 2.31 ms with 128 x 192, 2.52 with 192 x 128 and
+    with 256 x 128, the second 1.27, 1.21 and 1.41; 8192 tokens, 2048 x 768: 0.47, 0.44, 0.47, and 0.31, 0.29, 0.32.
     """
     if bucket.rows <= MANY_ROWS and bucket.N >= 128:
         shape = Tile(128, 192) if bucket.K >= LONG_K and bucket.N >= 192 else Tile(192, 128)
