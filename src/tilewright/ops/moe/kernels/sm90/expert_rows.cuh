@@ -11,7 +11,7 @@
 // Config: kBlockM (rows of A a tile has room for), kBlockN (128), kStages; kMajorW (0: W is (N, K), 1: (K, N)); kGated; kActivation;
 // kOnce (weights are read once: they leave the L2 first); kGather (row r of A is row slots[r] / top_k of x, which all threads of the
 // producer's warpgroup copy, as the TMA of Hopper gathers no rows); Element (of A, W and D).  The rest is what tile_scheduler.cuh
-// asks for.
+// asks for.  kClusterN = 2: the two blocks of a cluster have 128 columns each and share the rows of A.
 #pragma once
 
 #include <tilewright/activation.cuh>
@@ -46,20 +46,21 @@ __device__ inline void stmatrix_x4_transposed(u32 address, u32 m0, u32 m1, u32 m
 
 // The tiles of a block.  In the last round there are fewer tiles than blocks: then up to kMostParts blocks share the rows of one.
 template <typename Config> class ExpertTiles {
-    static constexpr u32 kMostParts = 4;
+    static constexpr u32 kMostParts = 4, kCluster = Config::kClusterN;
 
   public:
     __device__ ExpertTiles(const SchedulerArgs& args, const typename TileScheduler<Config>::Table& table)
-        : tiles_(args, table, 0), rounds_(tiles_.units() / gridDim.x) {}
+        : tiles_(args, table, kCluster == 1 ? 0 : cluster_rank()), clusters_(gridDim.x / kCluster),
+          rounds_(tiles_.units() / clusters_) {}
 
     __device__ bool next(Tile& tile) {
         if (round_ > rounds_) return false;
         if (round_++ < rounds_) return tiles_.next(tile);
-        const u32 first = rounds_ * gridDim.x, left = tiles_.units() - first;
+        const u32 first = rounds_ * clusters_, left = tiles_.units() - first, cluster = blockIdx.x / kCluster;
         if (left == 0) return false;
-        const u32 parts = min(gridDim.x / left, kMostParts), part = blockIdx.x / left;
+        const u32 parts = min(clusters_ / left, kMostParts), part = cluster / left;
         if (part >= parts) return false;
-        tiles_.seek(first + blockIdx.x % left);
+        tiles_.seek(first + cluster % left);
         tiles_.next(tile);
         const u32 end = min(tile.row_end, tile.row + Config::kBlockM);
         const u32 share = (end - tile.row + 16 * parts - 1) / (16 * parts) * 16;
@@ -70,7 +71,7 @@ template <typename Config> class ExpertTiles {
 
   private:
     TileScheduler<Config> tiles_;
-    u32 rounds_, round_ = 0;
+    u32 clusters_, rounds_, round_ = 0;
 };
 
 // The main loop of one warpgroup for a tile of kN1 + kN2 rows of A.
@@ -146,6 +147,8 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     using W = typename Shape::W;
     using A = typename Shape::A;
     constexpr u32 kStages = Shape::kStages, kRows = Shape::kRows;
+    constexpr u32 kPair = Config::kClusterN;
+    static_assert(kPair <= 2 && (kPair == 1 || !Config::kGather), "pairs of blocks share rows of A");
     constexpr CacheHint kHint = Config::kOnce ? CacheHint::EvictFirst : CacheHint::EvictNormal;
 
     extern __shared__ __align__(1024) u8 stages_w[];  // kStages of W, then kStages of A, then a staged box a warpgroup
@@ -159,11 +162,15 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1);
-            empty[i].init(8);  // one arrival a warp that reads
+            empty[i].init(8 * kPair);  // one arrival a warp that reads
         }
         fence_barrier_init();
     }
-    __syncthreads();
+    if constexpr (kPair == 1) {
+        __syncthreads();
+    } else {
+        cluster_sync();  // no block may arrive at a barrier that is not initialized yet
+    }
     griddepcontrol_wait();
     launch_dependents();
 
@@ -203,7 +210,14 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
                     // Issue the TMA loads of W and A
                     full[stage].arrive_and_expect_tx(bytes);
                     load_weights(stage, tile, k_idx);
-                    A::load_rows(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, tile.row_end, Shape::kBox, k_idx, 0, 0);
+                    u8* const rows = stages_a + stage * A::kBytes;
+                    if constexpr (kPair == 1) {
+                        A::load_rows(rows, map_a, full[stage], tile.row, tile.row_end, Shape::kBox, k_idx, 0, 0);
+                    } else {  // each of the pair loads every other box for both
+                        for (u32 r = cluster_rank() * Shape::kBox; r < kRows && tile.row + r < tile.row_end; r += 2 * Shape::kBox) {
+                            tma_load_multicast(rows + r * kSpan, map_a, full[stage], 3, k_idx, tile.row + r, 0);
+                        }
+                    }
                 }
             }
         }
@@ -211,8 +225,12 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
         warpgroup_reg_alloc<232>();
         const u64 first_w = W::descriptor(stages_w + warpgroup * 64 * kSpan);  // 64 rows, or a box of 64 columns
         const u64 first_a = A::descriptor(stages_a);
-        const auto release = [&](u32 stage) {
-            if (lane_index() == 0) empty[stage].arrive();
+        const auto release = [&](u32 stage) {  // in both blocks of a pair
+            if constexpr (kPair == 1) {
+                if (lane_index() == 0) empty[stage].arrive();
+            } else {
+                if (lane_index() < kPair) empty[stage].arrive_remote_after_reads(lane_index());
+            }
         };
         const u32 n_out = Config::kGated ? u32(n) / 2 : u32(n);
         u8* const buffer = buffers + warpgroup * kBoxBytes;
@@ -289,6 +307,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
             }
         }
     }
+    if constexpr (kPair > 1) cluster_sync();  // a block must outlive the copies and arrivals of the other
 }
 
 }  // namespace tilewright

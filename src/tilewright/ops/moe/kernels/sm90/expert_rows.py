@@ -16,6 +16,7 @@ from tilewright.jit.compilers.kernel_args import I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import TensorMap, tensor_map
 from tilewright.ops.gemm.grouped.args import GroupedArgs
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import resident
 from tilewright.ops.gemm.operands import ACTIVATIONS, Major, major_b
 
 # As in the header: columns of a tile, rows of a copy, bytes and K of a stage
@@ -105,6 +106,7 @@ def gemm_rows(
         kOnce=once,
         kGather=gathered is not None,
         kBox=box,
+        kClusterN=2 if pair else 1,
         Element=a.dtype,
     )
     kernel_args = Args(
@@ -123,11 +125,14 @@ def gemm_rows(
         k=k,
         experts=experts,
     )
+    sms = usable_sms(d.device)
+    blocks = 2 * resident(2, 1, sms) if pair else sms
     KERNEL(
-        (usable_sms(d.device),),  # the host does not know how many tiles there are; blocks share the last
+        (blocks,),  # the host does not know how many tiles there are; blocks share the last
         kernel_args,
         params,
         block=384,
+        cluster=(2, 1, 1) if pair else None,
         shared_bytes=params.kStages * (_COLUMNS + room) * _SPAN + 2 * 64 * _SPAN,
     )
 
