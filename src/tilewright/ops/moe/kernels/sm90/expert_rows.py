@@ -83,7 +83,14 @@ class Gathered(NamedTuple):
 
 
 def gemm_rows(
-    d: Tensor, args: GroupedArgs, room: int, *, once: bool = True, gathered: Gathered | None = None, box: int = _BOX
+    d: Tensor,
+    args: GroupedArgs,
+    room: int,
+    *,
+    once: bool = True,
+    gathered: Gathered | None = None,
+    box: int = _BOX,
+    pair: bool = False,
 ) -> None:
     """Rows of each group of d (1, S, N_out) = those of a (1, S, K) @ b (G, K, N) of the group, gated if "swiglu": then
     the first half of N has the gates, and b is contiguous along K.
