@@ -327,6 +327,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "fmha_paged": (2, fmha_paged),
     "fmha_varlen": (3, fmha_varlen),
     "fused_moe": (2, fused_moe),
+    "fused_moe_fp8": (1, fused_moe),
     "geglu": (1, activation),
     "gelu_and_mul": (1, activation),
     "greedy": (1, greedy),

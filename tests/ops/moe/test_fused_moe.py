@@ -99,7 +99,7 @@ def test_a_graph_takes_other_routing(shape, backend):
 
 
 def test_low_bits_are_refused_by_name():
-    with pytest.raises(InputError, match="quant is 'int4'; only None is supported"):
+    with pytest.raises(InputError, match="quant is 'int4'; allowed are None, 'fp8_block'"):
         ops.fused_moe(*experts(), quant="int4")
 
 

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
-from tilewright.errors import InputError
 from tilewright.ops.moe.fused import samples
 from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket, fused_bucket
-from tilewright.ops.moe.fused.checks import check
+from tilewright.ops.moe.fused.checks import check, scales_of
 from tilewright.ops.moe.fused.reference import experts, experts_backward
+from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
 
 
 @dispatch("fused_moe")
@@ -21,6 +21,8 @@ def fused_moe(
     activation: str = "silu",
     expert_map: Tensor | None = None,
     quant: str | None = None,
+    w1_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -36,13 +38,17 @@ def fused_moe(
     a result repeats bit for bit.  Ids stay on the device, so a call can be captured, and replayed with others.
     Gradients of x, w1, w2 and topk_weights.  Of a forward nothing but its arguments is kept: the backward computes the
     first product again.
-    quant: None; low bits are no part of this version.
+    quant: None, or "fp8_block": w1 and w2 are float8_e4m3fn with scales w1_scale and w2_scale of 128 x 128 blocks, and
+    the rest is `fused_moe_fp8`, with "silu" alone and without gradients.
     out: contiguous tensor to write instead of allocating; no gradient then.
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for other dtypes and for shapes that do not fit; ids are looked at as in `moe_align`.
     """
-    if quant is not None:
-        raise InputError(f"fused_moe: quant is {quant!r}; only None is supported: weights in the dtype of x.")
+    scales = scales_of(quant, activation, w1_scale, w2_scale)
+    if scales is not None:
+        return fused_moe_fp8(
+            x, w1, w2, *scales, topk_weights, topk_ids, expert_map=expert_map, out=out, backend=backend
+        )
     args = FusedMoeArgs(x, w1, w2, topk_weights, topk_ids, expert_map, activation)
     result: Tensor = call(CONTRACT, args, backend, out)
     return result

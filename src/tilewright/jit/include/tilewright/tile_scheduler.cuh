@@ -32,7 +32,7 @@ enum class GemmType : int { Dense = 0, GroupedM = 1, GroupedK = 2 };
 struct Tile {
     u32 row, column;                // first row of A and D, first column of op(B) and D
     u32 batch_a, batch_b, batch_d;  // matrix of A, B and D
-    u32 row_end;                    // first row of D not to be written (GroupedM: end of the group; else end of D)
+    u32 row_end;                    // first row of D not to be written (GroupedM: end of the group or of its share; else of D)
     u32 k, k_blocks;                // first element of K, number of stages
     u32 k_tail;                     // elements of K in the last stage that belong to the group (GroupedK; else all of it)
 };
@@ -121,7 +121,15 @@ template <typename Config> class TileScheduler {
         return true;
     }
 
+    // All units; the one that next() takes.
+    __device__ u32 units() const { return units_; }
+    __device__ void seek(u32 unit) { unit_ = unit; }
+
   private:
+    // Large tiles take equal shares of a group's rows, 192 and 78 of 270 rather than 256 and 14: a tile of a few rows still
+    // loads all of B
+    static constexpr bool kEqualShares = kGemmType == GemmType::GroupedM && Config::kBlockM > 128 && Config::kClusterM == 1;
+    static constexpr u32 kShareRows = Config::kBlockM % 64 == 0 ? 64 : 16;
     static constexpr u32 kUnitRows = Config::kBlockM * Config::kClusterM, kUnitColumns = Config::kBlockN * Config::kClusterN;
 
     // A group's rows of A, or its part of K.
@@ -175,6 +183,12 @@ template <typename Config> class TileScheduler {
         tile.batch_a = tile.batch_d = args_.masked ? group_ : 0;
         tile.batch_b = group_;
         tile.row_end = span_.end;
+        if constexpr (kEqualShares) {
+            const u32 step = kShareRows * span_.units();
+            const u32 share = (span_.end - span_.first + step - 1) / step * kShareRows;
+            tile.row = span_.first + (tile.row - span_.first) / kUnitRows * share;
+            tile.row_end = min(tile.row + share, span_.end);
+        }
         set_k(tile, 0, args_.k);
     }
 

@@ -48,7 +48,12 @@ class FusedMoeBucket(NamedTuple):
 
 def expected_rows(bucket: FusedMoeBucket) -> int:
     """How many rows an expert has on average, rounded up to a power of two."""
-    return row_bucket(-(-bucket.T * bucket.K // max(1, bucket.E)))
+    return mean_rows(bucket.T, bucket.K, bucket.E)
+
+
+def mean_rows(tokens: int, k: int, experts: int) -> int:
+    """How many rows an expert has on average, rounded up to a power of two."""
+    return row_bucket(-(-tokens * k // max(1, experts)))
 
 
 def fused_bucket(args: FusedMoeArgs | FusedMoeBackwardArgs) -> FusedMoeBucket:

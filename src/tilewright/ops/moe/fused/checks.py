@@ -8,6 +8,7 @@ from tilewright.ops.moe import assignment
 from tilewright.ops.moe.fused.args import FusedMoeArgs
 
 ACTIVATIONS = ("silu", "gelu")
+QUANTS = (None, "fp8_block")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -47,3 +48,25 @@ def check(args: FusedMoeArgs) -> None:
     if activation not in ACTIVATIONS:
         allowed = ", ".join(map(repr, ACTIVATIONS))
         raise InputError(f"{op}: activation is {activation!r}; allowed are {allowed}.")
+
+
+def scales_of(
+    quant: str | None, activation: str, w1_scale: Tensor | None, w2_scale: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return the scales of a quantised form, None without `quant`; raise InputError for a `quant` that there is not,
+    and for what does not go with it.
+    """
+    if quant not in QUANTS:
+        allowed = ", ".join(map(repr, QUANTS))
+        raise InputError(f"fused_moe: quant is {quant!r}; allowed are {allowed}.")
+    if quant is None:
+        if w1_scale is not None or w2_scale is not None:
+            raise InputError('fused_moe: scales of weights without quant; needs quant="fp8_block", or no scales.')
+        return None
+    if w1_scale is None or w2_scale is None:
+        raise InputError(
+            f"fused_moe: quant is {quant!r} without w1_scale or w2_scale; per_block_cast_to_fp8 gives both."
+        )
+    if activation != "silu":
+        raise InputError(f'fused_moe: quant is {quant!r} with activation {activation!r}; needs "silu".')
+    return w1_scale, w2_scale

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from tilewright.jit.tape import scratch
+from tilewright.ops.activation.kernels.triton import silu_fp8
+from tilewright.ops.gemm.operands import FP8
 from tilewright.ops.moe.fused.args import FusedMoeArgs
-from tilewright.ops.moe.kernels.triton import moe_align, moe_permute, moe_unpermute
+from tilewright.ops.moe.kernels.triton import few_slots, moe_align, moe_permute, moe_unpermute
+from tilewright.ops.moe.kernels.triton.cast_rows import cast_rows, scale_memory
 from tilewright.ops.moe.moe_align import MoeAlignArgs, align_bucket
 from tilewright.ops.moe.moe_permute import MoePermuteArgs, order_bucket
 from tilewright.ops.moe.moe_unpermute import MoeUnpermuteArgs
+from tilewright.ops.rows import RowsBucket
 
 
 class Order(NamedTuple):
@@ -25,17 +29,40 @@ class Order(NamedTuple):
     expected_rows: int
 
 
+def order_memory(args: FusedMoeArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slots, positions, starts and ends."""
+    (tokens, k), experts = args.topk_ids.shape, args.w1.shape[0]
+    shapes = (tokens * k,), (tokens, k), (experts,), (experts,)
+    slots, positions, starts, ends = (scratch(shape, torch.int32, args.x.device) for shape in shapes)
+    return slots, positions, starts, ends
+
+
 def order(args: FusedMoeArgs, expected_rows: int) -> Order:
     """Sort the slots by expert."""
-    tokens, k = args.topk_ids.shape
-    experts, device = args.w1.shape[0], args.x.device
-    slots = scratch((tokens * k,), torch.int32, device)
-    positions = scratch((tokens, k), torch.int32, device)
-    starts, ends = (scratch((experts,), torch.int32, device) for _ in range(2))
-    aligned = MoeAlignArgs(args.topk_ids, args.expert_map, experts)
+    memory = order_memory(args)
+    aligned = MoeAlignArgs(args.topk_ids, args.expert_map, args.w1.shape[0])
     config = moe_align.configure(align_bucket(aligned), args.topk_ids.dtype)
-    moe_align.launch((slots, positions, starts, ends), aligned, config)
-    return Order(slots, positions, starts, ends, expected_rows)
+    moe_align.launch(memory, aligned, config)
+    return Order(*memory, expected_rows)
+
+
+def order_and_rows(args: FusedMoeArgs, expected_rows: int, *, cast: bool) -> tuple[Order, Tensor, Tensor | None]:
+    """Sort the slots by expert; rows of tokens (T * k, H) in this order, cast to e4m3 with scales where asked."""
+    if 0 < args.topk_ids.numel() <= few_slots.MOST_SLOTS:
+        memory = order_memory(args)
+        return Order(*memory, expected_rows), *few_slots.few_slots(memory, args.x, args.topk_ids, args.expert_map, cast)
+    ordered = order(args, expected_rows)
+    if cast:
+        return ordered, *cast_rows(args.x, ordered.positions)
+    return ordered, gather(args, ordered), None
+
+
+def gate_and_cast(both: Tensor) -> tuple[Tensor, Tensor]:
+    """(q (S, I), scales) of silu(gate) * up, of both (S, 2 I)."""
+    rows, columns = both.shape[0], both.shape[1] // 2
+    q, scales = scratch((rows, columns), FP8, both.device), scale_memory(rows, columns, both.device)
+    silu_fp8.packed(q, scales, both, False, silu_fp8.configure(RowsBucket(rows, columns), both.dtype))
+    return q, scales
 
 
 def gather(args: FusedMoeArgs, rows: Order) -> Tensor:

@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     constexpr Scaling kScaling = Shape::kScaling;
     constexpr GemmType kGemmType = GemmType(Config::kGemmType);
     constexpr bool kTrim = Config::kTrim;
+    constexpr bool kCutWaves = kGemmType == GemmType::GroupedM && kWaves == 2 && Scales::kByBlock;
     static_assert((!kTrim && !Config::kPrefetch) || kGemmType == GemmType::Dense, "the first tile of groups is unknown");
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D (unless split), scales
@@ -227,6 +228,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 #pragma unroll
             for (u32 i = 0; i < kParts * kCount; ++i) acc[i / kCount / kPasses][i / kCount % kPasses][i % kCount] = 0;
             const u32 column_in_block = tile.column % 128;
+            const bool both_waves = !kCutWaves || tile.row + first_row + kWaveRows < tile.row_end;
             const u8* const smem_scale_a = stages_s + Scales::row_offset(first_row + fragment_row(), tile.row);
 
 #pragma unroll Shape::kUnroll
@@ -246,8 +248,15 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 }
 #pragma unroll
                 for (u32 part = 0; part < kParts; ++part) {
-                    // Issue and commit the WGMMAs of one pass over columns of one wave of rows
                     const u32 wave = part / kPasses, pass = part % kPasses;
+                    if (kCutWaves && wave > 0 && !both_waves) {  // none of these rows belongs to the group
+                        ring.advance();
+                        next = make_stage(ring.stage);
+                        release(stage);
+                        break;
+                    }
+
+                    // Issue and commit the WGMMAs of one pass over columns of one wave of rows
                     wgmma_fence();
 #pragma unroll
                     for (u32 i = 0; i < kSpan / kWgmmaKBytes; ++i) {

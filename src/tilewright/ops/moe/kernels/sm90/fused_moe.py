@@ -33,22 +33,30 @@ from tilewright.ops.moe.fused.args import (
 from tilewright.ops.moe.fused_moe import BACKWARD, FORWARD
 from tilewright.ops.moe.kernels import pipeline
 from tilewright.ops.moe.kernels.backward import backward
+from tilewright.ops.moe.kernels.pipeline_fp8 import Steps
+from tilewright.ops.moe.kernels.sm90 import expert_rows, few_tokens
 from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
 from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN
 
 
 class Config(NamedTuple):
-    """rows: of an expert, for which the products are chosen.   few_rows: whether they are those for few."""
+    """rows: of an expert, for which the products are chosen.   few_rows: whether they are those for few.   room: rows
+    that a tile of `expert_rows` has room for; 0 chooses `dense`.
+    """
 
     rows: int
     few_rows: bool
+    room: int = 0
 
 
 MOST_RANDOM, LONG_K = 256, 4096  # rows of an expert, and a K, from which a choice of tiles differs
 MN_MAJOR_B = (1, 2)  # the layouts nn and tn
 MOST_ROWS = 1024  # of an expert, that a choice tells from more
-CONFIGS = tuple(
-    Config(1 << power, few) for power in range(11) for few in ((True, False) if 1 << power <= MAX_ROWS else (False,))
+ROOMS = {128: 192, 256: 288, 512: 288}
+"""Room for experts of so many rows on average: a few of them have more."""
+CONFIGS = (
+    *(Config(1 << power, True) for power in range(11) if 1 << power <= MAX_ROWS),
+    *(Config(1 << power, False, room) for power in range(11) for room in dict.fromkeys((0, ROOMS.get(1 << power, 0)))),
 )
 
 
@@ -57,14 +65,16 @@ def configure(bucket: FusedMoeBucket, dtype: torch.dtype) -> Config | None:
     if dtype not in (torch.bfloat16, torch.float16) or not bucket.aligned:
         return None
     rows = min(expected_rows(bucket), MOST_ROWS)
-    return Config(rows, rows <= MAX_ROWS)
+    return Config(rows, rows <= MAX_ROWS, ROOMS.get(rows, 0))
 
 
 def candidates(bucket: FusedMoeBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     chosen = configure(bucket, dtype)
     if chosen is None:
         return ()
-    return (chosen, chosen._replace(few_rows=not chosen.few_rows)) if chosen.rows <= MAX_ROWS else (chosen,)
+    if chosen.rows <= MAX_ROWS:
+        return chosen, chosen._replace(few_rows=False)
+    return (chosen, chosen._replace(room=0)) if chosen.room else (chosen,)
 
 
 def why_not(args: FusedMoeArgs) -> str | None:
@@ -87,14 +97,17 @@ def why_not_backward(args: FusedMoeArgs | FusedMoeBackwardArgs) -> str | None:
     return None
 
 
-def product(d: Tensor, args: GroupedArgs, few_rows: bool, *, halves: bool = False) -> None:
-    """d (1, R, N_out) = the grouped product, by the kernel for few rows a group or the one for many."""
-    if few_rows:
-        config = few_rows_grouped.configure(grouped_bucket(args), args.a.dtype)
-        if config is not None:
-            few_rows_grouped.gemm_rows(d, args, config, halves=halves)
+def product(d: Tensor, args: GroupedArgs, config: Config, *, halves: bool = False) -> None:
+    """d (1, R, N_out) = the grouped product, by the kernel for few rows a group or one of those for many."""
+    if config.few_rows:
+        few = few_rows_grouped.configure(grouped_bucket(args), args.a.dtype)
+        if few is not None:
+            few_rows_grouped.gemm_rows(d, args, few, halves=halves)
             return
-    dense.gemm_rows(d, args, tile(args), halves=halves)
+    if config.room:
+        expert_rows.gemm_rows(d, args, config.room, once=config.rows < config.room)
+    else:
+        dense.gemm_rows(d, args, tile(args), halves=halves)
 
 
 def tile(args: GroupedArgs) -> TileConfig:
@@ -121,26 +134,26 @@ def tile(args: GroupedArgs) -> TileConfig:
 )
 def launch(outs: tuple[Tensor], args: FusedMoeArgs, config: Config) -> None:
     x, w1, w2 = args.x, args.w1, args.w2
-    rows = pipeline.order(args, config.rows)
-    gathered = pipeline.gather(args, rows)
+    steps: Steps = few_tokens if few_tokens.serves(args, outs[0]) else pipeline
+    rows, gathered, _ = steps.order_and_rows(args, config.rows, cast=False)
     limits = rows.starts, rows.ends, rows.expected_rows
     hidden = scratch((1, gathered.shape[0], w2.shape[2]), x.dtype, x.device)
     first = GroupedArgs(gathered[None], w1.mT, None, None, *limits, "swiglu", x.dtype)
-    product(hidden, first, config.few_rows, halves=True)
+    product(hidden, first, config, halves=True)
     y = scratch((1, *gathered.shape), x.dtype, x.device)
-    product(y, GroupedArgs(hidden, w2.mT, None, None, *limits, "", x.dtype), config.few_rows)
-    pipeline.combine(outs[0], y[0], args, rows)
+    product(y, GroupedArgs(hidden, w2.mT, None, None, *limits, "", x.dtype), config)
+    steps.combine(outs[0], y[0], args, rows)
 
 
 class Products:
     """The grouped products of `gemm` for Hopper."""
 
-    def __init__(self, few_rows: bool) -> None:
-        self.few_rows = few_rows
+    def __init__(self, config: Config) -> None:
+        self.config = config
 
     def rows(self, d: Tensor, args: GroupedArgs) -> None:
         """d (1, S, N) = rows of each group of a (1, S, K) times its b (G, K, N)."""
-        product(d, args, self.few_rows)
+        product(d, args, self.config)
 
     def along_k(self, d: Tensor, args: KGroupedArgs) -> None:
         """d (G, M, N) = a (M, S) times b (S, N), of the rows of each group."""
@@ -156,4 +169,4 @@ class Products:
     BACKWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not_backward
 )
 def launch_backward(outs: tuple[Tensor, ...], args: FusedMoeBackwardArgs, config: Config) -> None:
-    backward(outs, args, Products(config.few_rows), config.rows)
+    backward(outs, args, Products(config), config.rows)

@@ -6,6 +6,8 @@ A program takes a row.  Traffic: T*k rows, 3 I read and 3 I written: 65536 rows 
 TB/s.
 """
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -57,10 +59,13 @@ def gate_backward(
     Rows of dropped slots are neither read nor written; gradients of their weights are 0.
     """
     count, inner = dhidden.shape
+    block = min(BLOCK_N, max(128, triton.next_power_of_2(inner)))
+    if inner % 256 == 0:
+        block = gcd(inner, BLOCK_N)  # steps without idle threads
     act = "silu" if activation == "silu" else "gelu_tanh"
     _kernel(
         (count,),
         (*outs, product, dhidden, weights, rows.slots, rows.positions, inner),
-        (act, product.dtype == torch.float32, min(BLOCK_N, max(128, triton.next_power_of_2(inner)))),
-        num_warps=4,
+        (act, product.dtype == torch.float32, block),
+        num_warps=max(1, block // 256),
     )
