@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tilewright.ops.kvcache.kv_gather import kv_gather
     from tilewright.ops.kvcache.mla_kv_append_ import mla_kv_append_
     from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
+    from tilewright.ops.loss.cross_entropy import cross_entropy
+    from tilewright.ops.loss.cross_entropy_ import cross_entropy_
     from tilewright.ops.moe.fused_moe import fused_moe
     from tilewright.ops.moe.moe_align import moe_align
     from tilewright.ops.moe.moe_permute import moe_permute
@@ -75,6 +77,8 @@ __all__ = [
     "apply_penalties",
     "apply_rope",
     "bmm",
+    "cross_entropy",
+    "cross_entropy_",
     "dequantize",
     "dequantize_weight",
     "fmha",
@@ -145,6 +149,7 @@ _FAMILIES = {
         "splitk_reduce",
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
+    "loss": ("cross_entropy", "cross_entropy_"),
     "moe": ("fused_moe", "moe_align", "moe_permute", "moe_unpermute", "topk_sigmoid", "topk_softmax"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (

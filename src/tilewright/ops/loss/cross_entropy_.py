@@ -1,0 +1,173 @@
+"""Cross entropy that writes the gradient over the logits."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import Contract, RawOp, call_in_place, dispatch, register
+from tilewright.dispatch.derivatives import vjp
+from tilewright.errors import InputError
+from tilewright.ops import rows
+from tilewright.ops.loss import entropy, samples
+from tilewright.ops.loss.arguments import CrossEntropyArgs, check_arguments, raw_arguments
+from tilewright.ops.loss.entropy import Options
+
+OP = "cross_entropy_"
+
+
+class CrossEntropyInPlaceArgs(NamedTuple):
+    logits: Tensor  # (M, V), written
+    target: Tensor  # (M,)
+    weight: Tensor | None  # (V,)
+    dloss: Tensor | None  # () or (M,); None: 1
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float  # 0: none
+    reduction: str
+
+
+@dispatch(OP)
+def cross_entropy_(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    dloss: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """`cross_entropy`, and its gradient with respect to the logits is written over the logits, in one launch of rows.
+
+    logits: (..., V) bf16|fp16|fp32, whose rows have one stride and a unit stride inside; written.
+    dloss: the gradient of the loss, float32, () for "mean" and "sum", (...) for "none"; None: ones.
+    Other arguments, and the loss that is returned, as in `cross_entropy`.   The op itself has no gradient.
+    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    Raises InputError as `cross_entropy`, for logits that require a gradient, share memory, or are no rows of one
+    stride, and for another dloss.
+    """
+    if isinstance(logits, Tensor) and logits.dim() not in (0, 2):
+        rows_of_logits = _rows(logits)
+        dloss = dloss.reshape(-1) if isinstance(dloss, Tensor) and dloss.dim() > 1 else dloss
+    else:
+        rows_of_logits = logits
+    if isinstance(logits, Tensor) and isinstance(target, Tensor) and logits.dim() > 2:
+        if target.shape != logits.shape[:-1]:
+            raise InputError(f"{OP}: target is {tuple(target.shape)}; needs {tuple(logits.shape[:-1])}, as logits.")
+        flat = target.reshape(-1)
+    else:
+        flat = target
+    args = raw_arguments(
+        OP, rows_of_logits, flat, weight, ignore_index, label_smoothing, z_loss, softcap, reduction
+    )
+    loss, _ = call_in_place(CONTRACT, in_place_args(args, dloss), backend)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def in_place_args(args: CrossEntropyArgs, dloss: Tensor | None) -> CrossEntropyInPlaceArgs:
+    """The arguments of this raw op, from those of `cross_entropy`."""
+    return CrossEntropyInPlaceArgs(*args[:3], dloss, *args[3:])
+
+
+def _rows(logits: Tensor) -> Tensor:
+    try:
+        return logits.view(-1, logits.shape[-1])
+    except RuntimeError:
+        raise InputError(
+            f"{OP}: logits is {tuple(logits.shape)} with strides {tuple(logits.stride())}, no rows of one stride, and "
+            "would be written to. Pass them contiguous."
+        ) from None
+
+
+def reference(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    dloss: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Plain torch, in float32."""
+    flat = target.reshape(-1)
+    args = raw_arguments(
+        OP, logits.view(-1, logits.shape[-1]), flat, weight, ignore_index, label_smoothing, z_loss, softcap, reduction
+    )
+    loss, _ = _forward(in_place_args(args, None if dloss is None else dloss.reshape(entropy.loss_shape(flat, reduction))))
+    return loss.view(entropy.loss_shape(target, reduction))
+
+
+def _forward(args: CrossEntropyInPlaceArgs) -> tuple[Tensor, Tensor]:
+    options = Options(*args[4:])
+    loss, lse, _ = entropy.forward(args.logits, args.target, args.weight, options)
+    dloss = torch.ones_like(loss) if args.dloss is None else args.dloss.to(loss.dtype)
+    (gradient,) = vjp(
+        lambda x: entropy.forward(x, args.target, args.weight, options)[0], (args.logits.detach(),), (dloss,)
+    )
+    args.logits.copy_(gradient)
+    return loss, lse
+
+
+def _outputs(args: CrossEntropyInPlaceArgs) -> tuple[Any, ...]:
+    dtype = rows.accumulate_dtype(args.logits.dtype)
+    return (entropy.loss_shape(args.target, args.reduction), dtype), (args.target.shape, dtype)
+
+
+FORWARD = RawOp(
+    OP,
+    "fwd",
+    CrossEntropyInPlaceArgs,
+    package="tilewright.ops.loss",
+    kernels=("triton.cross_entropy_in_place", "triton.scale_gradient"),
+    outputs=_outputs,
+    reference=_forward,
+    bucket=lambda args: rows.rows_bucket(args.logits),
+    bucket_names=rows.RowsBucket._fields,
+    count=2,
+    mutates=("logits",),
+)
+
+
+def check(args: CrossEntropyInPlaceArgs) -> None:
+    """Raise InputError for what the docstring of `cross_entropy_` excludes."""
+    check_arguments(OP, CrossEntropyArgs(*args[:3], *args[4:]))
+    logits, dloss = args.logits, args.dloss
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise InputError(f"{OP}: logits has strides {tuple(logits.stride())}; needs a unit stride in each row.")
+    if dloss is None:
+        return
+    shape = entropy.loss_shape(args.target, args.reduction)
+    dtype = rows.accumulate_dtype(logits.dtype)
+    if not isinstance(dloss, Tensor):
+        raise InputError(f"{OP}: dloss is a {type(dloss).__name__}; needs a tensor {shape} of {dtype}, or None.")
+    if tuple(dloss.shape) != shape or dloss.dtype != dtype:
+        raise InputError(f"{OP}: dloss is {tuple(dloss.shape)} {dloss.dtype}; needs {shape} {dtype}.")
+    if dloss.device != logits.device:
+        raise InputError(f"{OP}: dloss is on {dloss.device}, logits on {logits.device}. Move them to one device.")
+
+
+CONTRACT = register(
+    Contract(
+        name=OP,
+        family="loss",
+        summary="cross entropy of logits, and its gradient written over them",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=samples.in_place_inputs,
+        cost=samples.in_place_cost,
+        workloads=samples.IN_PLACE_WORKLOADS,
+        cpu_workloads=samples.IN_PLACE_CPU_WORKLOADS,
+        edge_cases=samples.IN_PLACE_EDGE_CASES,
+        bad_inputs=samples.IN_PLACE_BAD_INPUTS,
+        batch_dim=None,
+    )
+)
