@@ -37,9 +37,7 @@ def raw_arguments(
         if target.shape != logits.shape[:-1]:
             raise InputError(f"{op}: target is {tuple(target.shape)}; needs {tuple(logits.shape[:-1])}, as logits.")
         logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    cap = 0.0 if softcap is None else softcap
-    if softcap is not None and not cap > 0:
-        raise InputError(f"{op}: softcap is {softcap}; needs a number above 0, or None.")
+    cap = entropy.as_softcap(op, softcap)
     return CrossEntropyArgs(logits, target, weight, ignore_index, label_smoothing, z_loss, cap, reduction)
 
 

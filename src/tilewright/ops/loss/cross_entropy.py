@@ -134,6 +134,7 @@ FORWARD = RawOp(
     bucket=lambda args: rows.rows_bucket(args.logits),
     bucket_names=rows.RowsBucket._fields,
     count=3,
+    out=True,
 )
 BACKWARD = RawOp(
     OP,

@@ -21,6 +21,7 @@ class CrossEntropyInPlaceArgs(NamedTuple):
     target: Tensor  # (M,)
     weight: Tensor | None  # (V,)
     dloss: Tensor | None  # () or (M,); None: 1
+    totals: Tensor | None  # (3,)
     ignore_index: int
     label_smoothing: float
     z_loss: float
@@ -35,6 +36,7 @@ def cross_entropy_(
     *,
     weight: Tensor | None = None,
     dloss: Tensor | None = None,
+    totals: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -46,6 +48,8 @@ def cross_entropy_(
 
     logits: (..., V) bf16|fp16|fp32, whose rows have one stride and a unit stride inside; written.
     dloss: the gradient of the loss, float32, () for "mean" and "sum", (...) for "none"; None: ones.
+    totals: (3,) float32, of a batch that these rows are a part of: the weights of its rows, the number of its rows and
+    the weights of all classes.  Losses of the parts of a batch then add up to that of "mean".
     Other arguments, and the loss that is returned, as in `cross_entropy`.   The op itself has no gradient.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError as `cross_entropy`, for logits that require a gradient, share memory, or are no rows of one
@@ -65,13 +69,13 @@ def cross_entropy_(
     args = raw_arguments(
         OP, rows_of_logits, flat, weight, ignore_index, label_smoothing, z_loss, softcap, reduction
     )
-    loss, _ = call_in_place(CONTRACT, in_place_args(args, dloss), backend)
+    loss, _ = call_in_place(CONTRACT, in_place_args(args, dloss, totals), backend)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def in_place_args(args: CrossEntropyArgs, dloss: Tensor | None) -> CrossEntropyInPlaceArgs:
+def in_place_args(args: CrossEntropyArgs, dloss: Tensor | None, totals: Tensor | None) -> CrossEntropyInPlaceArgs:
     """The arguments of this raw op, from those of `cross_entropy`."""
-    return CrossEntropyInPlaceArgs(*args[:3], dloss, *args[3:])
+    return CrossEntropyInPlaceArgs(*args[:3], dloss, totals, *args[3:])
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -90,6 +94,7 @@ def reference(
     *,
     weight: Tensor | None = None,
     dloss: Tensor | None = None,
+    totals: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -101,17 +106,22 @@ def reference(
     args = raw_arguments(
         OP, logits.view(-1, logits.shape[-1]), flat, weight, ignore_index, label_smoothing, z_loss, softcap, reduction
     )
-    loss, _ = _forward(in_place_args(args, None if dloss is None else dloss.reshape(entropy.loss_shape(flat, reduction))))
+    dloss = None if dloss is None else dloss.reshape(entropy.loss_shape(flat, reduction))
+    loss, _ = _forward(in_place_args(args, dloss, totals))
     return loss.view(entropy.loss_shape(target, reduction))
 
 
 def _forward(args: CrossEntropyInPlaceArgs) -> tuple[Tensor, Tensor]:
-    options = Options(*args[4:])
-    loss, lse, _ = entropy.forward(args.logits, args.target, args.weight, options)
+    options = Options(*args[5:])
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows_of_x, lse = entropy.row_losses(x, args.target, args.weight, options)
+        totals = entropy.totals_of(x, args.target, args.weight, options) if args.totals is None else args.totals
+        return entropy.reduced(rows_of_x, lse, totals.to(lse.dtype), options), lse
+
+    loss, lse = function(args.logits)
     dloss = torch.ones_like(loss) if args.dloss is None else args.dloss.to(loss.dtype)
-    (gradient,) = vjp(
-        lambda x: entropy.forward(x, args.target, args.weight, options)[0], (args.logits.detach(),), (dloss,)
-    )
+    (gradient,) = vjp(lambda x: function(x)[0], (args.logits.detach(),), (dloss,))
     args.logits.copy_(gradient)
     return loss, lse
 
@@ -132,26 +142,20 @@ FORWARD = RawOp(
     bucket=lambda args: rows.rows_bucket(args.logits),
     bucket_names=rows.RowsBucket._fields,
     count=2,
+    out=True,
     mutates=("logits",),
 )
 
 
 def check(args: CrossEntropyInPlaceArgs) -> None:
     """Raise InputError for what the docstring of `cross_entropy_` excludes."""
-    check_arguments(OP, CrossEntropyArgs(*args[:3], *args[4:]))
+    check_arguments(OP, CrossEntropyArgs(*args[:3], *args[5:]))
     logits, dloss = args.logits, args.dloss
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise InputError(f"{OP}: logits has strides {tuple(logits.stride())}; needs a unit stride in each row.")
-    if dloss is None:
-        return
-    shape = entropy.loss_shape(args.target, args.reduction)
     dtype = rows.accumulate_dtype(logits.dtype)
-    if not isinstance(dloss, Tensor):
-        raise InputError(f"{OP}: dloss is a {type(dloss).__name__}; needs a tensor {shape} of {dtype}, or None.")
-    if tuple(dloss.shape) != shape or dloss.dtype != dtype:
-        raise InputError(f"{OP}: dloss is {tuple(dloss.shape)} {dloss.dtype}; needs {shape} {dtype}.")
-    if dloss.device != logits.device:
-        raise InputError(f"{OP}: dloss is on {dloss.device}, logits on {logits.device}. Move them to one device.")
+    entropy.check_numbers(OP, "dloss", dloss, entropy.loss_shape(args.target, args.reduction), dtype, logits.device)
+    entropy.check_numbers(OP, "totals", args.totals, (entropy.TOTALS,), dtype, logits.device)
 
 
 CONTRACT = register(

@@ -82,6 +82,13 @@ def loss_shape(target: Tensor, reduction: str) -> tuple[int, ...]:
     return tuple(target.shape) if reduction == "none" else ()
 
 
+def as_softcap(op: str, softcap: float | None) -> float:
+    """The softcap of the raw ops: 0 for none."""
+    if softcap is not None and not softcap > 0:
+        raise InputError(f"{op}: softcap is {softcap}; needs a number above 0, or None.")
+    return 0.0 if softcap is None else softcap
+
+
 def check_options(op: str, options: Options) -> None:
     """Raise InputError for options outside of the allowed ones."""
     if options.reduction not in REDUCTIONS:
@@ -129,6 +136,20 @@ def check_weight(op: str, weight: Tensor | None, classes: int, device: torch.dev
         raise InputError(f"{op}: weight is on {weight.device}, the first tensor on {device}. Move them to one device.")
     if torch.is_grad_enabled() and weight.requires_grad:
         raise InputError(f"{op}: weight, of the classes, requires a gradient and has none. Use weight.detach().")
+
+
+def check_numbers(
+    op: str, name: str, t: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise InputError unless t is None or a tensor of this shape, dtype and device."""
+    if t is None:
+        return
+    if not isinstance(t, Tensor):
+        raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a tensor {shape} of {dtype}, or None.")
+    if tuple(t.shape) != shape or t.dtype != dtype:
+        raise InputError(f"{op}: {name} is {tuple(t.shape)} {t.dtype}; needs {shape} {dtype}.")
+    if t.device != device:
+        raise InputError(f"{op}: {name} is on {t.device}, the first tensor on {device}. Move them to one device.")
 
 
 def _may_read(t: Tensor) -> bool:

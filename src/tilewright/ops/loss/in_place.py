@@ -38,7 +38,7 @@ class _InPlace(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, args: CrossEntropyArgs, backend: str | None) -> Tensor:
         written = logits.detach()  # shares memory and version, so that whoever saved the logits learns of the write
-        loss, _ = call_in_place(op.CONTRACT, op.in_place_args(args._replace(logits=written), None), backend)
+        loss, _ = call_in_place(op.CONTRACT, op.in_place_args(args._replace(logits=written), None, None), backend)
         ctx.save_for_backward(written)
         return loss
 

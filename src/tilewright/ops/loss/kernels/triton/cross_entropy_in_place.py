@@ -43,20 +43,20 @@ CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS
     config_type=RowConfig,
     configs=CONFIGS,
     candidates=row_candidates,
-    why_not=lambda args: no_float64(*args[:4]),
+    why_not=lambda args: no_float64(*args[:5]),
     batch_invariant=False,
 )
 def launch(outs: tuple[Tensor, ...], args: CrossEntropyInPlaceArgs, config: RowConfig) -> None:
     loss, lse = outs
-    x, options = args.logits, Options(*args[4:])
+    x, options = args.logits, Options(*args[5:])
     m, n = x.shape
     target, weight = args.target.contiguous(), None if args.weight is None else args.weight.contiguous()
     dloss = None if args.dloss is None else args.dloss.contiguous()
     softcap, smooth, weighted = flags(options, weight)
     reduced, mean = options.reduction != "none", options.reduction == "mean"
     rows = scratch((m,), torch.float32, x.device) if reduced else loss
-    totals = scratch((TOTALS,), torch.float32, x.device)
-    if mean:
+    totals = args.totals.contiguous() if args.totals is not None else scratch((TOTALS,), torch.float32, x.device)
+    if mean and args.totals is None:
         count_rows(totals, target, weight, n, options)
     parameters = (
         rows, lse, x, target, totals if weight is None else weight, totals, totals if dloss is None else dloss, n,

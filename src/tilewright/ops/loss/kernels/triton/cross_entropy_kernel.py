@@ -111,7 +111,7 @@ def row_statistics(
                 edge *= w
             weighted += tl.sum(tl.where(mask, edge, 0.0), 0)
     if not WEIGHTED:
-        weights = N.to(tl.float32)
+        weights = (N * 1.0)
     return row_max, total, weighted, weights
 
 
@@ -136,7 +136,7 @@ def row_loss(
     loss = w_t * ((row_max - x_t) + log_total)
     lse = row_max + log_total
     if SMOOTH:
-        loss = (1.0 - smoothing) * loss + smoothing / N.to(tl.float32) * (weights * lse - weighted)
+        loss = (1.0 - smoothing) * loss + smoothing / (N * 1.0) * (weights * lse - weighted)
     return loss, lse
 
 
@@ -194,7 +194,7 @@ def batch_kernel(
     if COUNT:
         count = tl.sum(count_i, 0).to(tl.float32)
         of_rows = count
-        of_classes = N.to(tl.float32)
+        of_classes = (N * 1.0)
         if WEIGHTED:
             of_rows = tl.sum(weights_i, 0)
             if SMOOTH:
@@ -240,7 +240,7 @@ def gradient_factors(
     of_p = of_target
     if SMOOTH:
         of_target *= 1.0 - smoothing
-        of_weight = g * (smoothing / N.to(tl.float32))
+        of_weight = g * (smoothing / (N * 1.0))
         of_p = of_target + of_weight * weights
     if Z:
         of_p += g_z * 2.0 * z_loss * lse_i
@@ -251,12 +251,12 @@ def gradient_factors(
 
 @triton.jit
 def gradient_of(
-    part, columns, mask, weight, t, lse_i, of_p, of_target, of_weight, softcap,
+    part, columns, mask, weight, t, shift, of_p, of_target, of_weight, softcap,
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some logits of a row, float32; `part` is -inf where there are none."""
+    """The gradient of some logits of a row, float32, with p = e^(x - shift); `part` is -inf where there are none."""
     x, tanh = capped(part, softcap, SOFTCAP)
-    dx = exp(x - lse_i, PRECISE) * of_p
+    dx = exp(x - shift, PRECISE) * of_p
     if SMOOTH:
         if WEIGHTED:
             dx -= of_weight * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
@@ -305,14 +305,14 @@ def cross_entropy_gradient_kernel(
     tl.store(to + offs, value.to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     if not ALIGNED:
         if part_idx == 0:
-            columns, mask = edges(head, body, N, VECTOR)
-            edge = tl.load(x + start + columns, mask=mask & is_row, other=float("-inf")).to(tl.float32)
-            value = gradient_of(
-                edge, columns, mask & is_row, weight, t, lse_i, of_p, of_target, of_weight, softcap,
+            columns, exists = edges(head, body, N, VECTOR)
+            edge = tl.load(x + start + columns, mask=exists & is_row, other=float("-inf")).to(tl.float32)
+            edge_value = gradient_of(
+                edge, columns, exists & is_row, weight, t, lse_i, of_p, of_target, of_weight, softcap,
                 SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
             )  # fmt: skip
-            value = tl.where(is_row, value, 0.0)
-            tl.store(dx + start_dx + columns, value.to(dx.dtype.element_ty), mask=mask)
+            edge_value = tl.where(is_row, edge_value, 0.0)
+            tl.store(dx + start_dx + columns, edge_value.to(dx.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -347,7 +347,7 @@ def cross_entropy_in_place_kernel(
         totals, dloss, dloss, row, is_row, w_t, lse_i, weights, N, smoothing, z_loss,
         MEAN, VECTOR_DLOSS, HAS_DLOSS, False, SMOOTH, Z,
     )  # fmt: skip
-    # The last elements of the first pass are read by other threads than those that write them here only in the edges
+    of_p = tl.where(is_row, of_p * tl.div_rn(1.0, total), 0.0)  # p = e^(x - row_max) / total is exact where x is row_max
     head, body, begin = head_and_body(start, N, VECTOR, ALIGNED)
     offs = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     last = (tl.cdiv(body, STEP) - 1) * STEP
@@ -356,17 +356,17 @@ def cross_entropy_in_place_kernel(
         mask = offs < body - first
         part = tl.load(x + begin + first + offs, mask=mask & is_row, other=float("-inf"), eviction_policy="evict_first")
         value = gradient_of(
-            part.to(tl.float32), head + first + offs, mask & is_row, weight, t, lse_i, of_p, of_target, of_weight,
+            part.to(tl.float32), head + first + offs, mask & is_row, weight, t, row_max, of_p, of_target, of_weight,
             softcap, SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
         )  # fmt: skip
         value = tl.where(is_row, value, 0.0).to(x.dtype.element_ty)
         tl.store(x + begin + first + offs, value, mask=mask, eviction_policy="evict_first")
     if not ALIGNED:
-        columns, mask = edges(head, body, N, VECTOR)
-        edge = tl.load(x + start + columns, mask=mask & is_row, other=float("-inf")).to(tl.float32)
-        value = gradient_of(
-            edge, columns, mask & is_row, weight, t, lse_i, of_p, of_target, of_weight, softcap,
+        columns, exists = edges(head, body, N, VECTOR)
+        edge = tl.load(x + start + columns, mask=exists & is_row, other=float("-inf")).to(tl.float32)
+        edge_value = gradient_of(
+            edge, columns, exists & is_row, weight, t, row_max, of_p, of_target, of_weight, softcap,
             SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
         )  # fmt: skip
-        value = tl.where(is_row, value, 0.0)
-        tl.store(x + start + columns, value.to(x.dtype.element_ty), mask=mask)
+        edge_value = tl.where(is_row, edge_value, 0.0)
+        tl.store(x + start + columns, edge_value.to(x.dtype.element_ty), mask=exists)
