@@ -20,7 +20,7 @@ def _reference(args: ScaleArgs) -> None:
 
 SCALE = RawOp(
     "cross_entropy_",
-    "scale",
+    "bwd",
     ScaleArgs,
     package="tilewright.ops.loss",
     kernels=("triton.cross_entropy_in_place", "triton.scale_gradient"),

@@ -90,7 +90,7 @@ def launch(outs: tuple[Tensor, ...], args: CrossEntropyArgs, config: RowConfig) 
         options.label_smoothing, options.z_loss, options.softcap,
     )  # fmt: skip
     z = options.z_loss != 0 and not reduced
-    constants = (config.steps, lanes(config, x.dtype), config.num_stages, is_aligned(x), softcap, smooth, weighted, z)
+    constants = (config.steps, lanes(config.num_warps, x.dtype), config.num_stages, is_aligned(x), softcap, smooth, weighted, z)
     _rows((m,), parameters, constants, num_warps=config.num_warps)
     if reduced:
         reduce_rows(loss, totals, rows, lse, target, weight, n, options, count=True)

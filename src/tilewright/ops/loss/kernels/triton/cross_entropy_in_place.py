@@ -5,17 +5,18 @@ Traffic: 4*M*V bytes at bf16, so 4096x128256 cannot beat 489 us at 4.3 TB/s; wha
 comes on top.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
-from tilewright.jit.triton_launch import TritonKernel
+from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.loss.cross_entropy_ import FORWARD, CrossEntropyInPlaceArgs
 from tilewright.ops.loss.entropy import TOTALS, Options
 from tilewright.ops.loss.kernels.triton.cross_entropy_kernel import cross_entropy_in_place_kernel
 from tilewright.ops.loss.kernels.triton.rows_launch import (
-    RowConfig,
     count_rows,
     flags,
     is_aligned,
@@ -29,8 +30,29 @@ from tilewright.ops.rows import RowsBucket, no_float64
 _rows = TritonKernel(cross_entropy_in_place_kernel)
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> RowConfig:
-    return row_config(bucket, dtype, steps=4, num_warps=16)
+class InPlaceConfig(NamedTuple):
+    steps: int  # 16-byte vectors of a thread in one step of the loops over a row
+    num_warps: int
+    num_stages: int = 1
+    held: int = 0  # columns in registers between the passes, a multiple of a step's lanes
+    packed: bool = False  # elements of 16 bits stay packed in pairs (NVIDIA)
+
+
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> InPlaceConfig:
+    return InPlaceConfig(*row_config(bucket, dtype, steps=4, num_warps=16))
+
+
+def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[InPlaceConfig, ...]:
+    """Those of the forward, and 16 to 128 columns a thread held."""
+    plain = tuple(InPlaceConfig(*config) for config in row_candidates(bucket, dtype))
+    held = tuple(
+        InPlaceConfig(steps, warps, 1, columns * 32 * warps, dtype.itemsize == 2)
+        for warps in (4, 8, 16, 32)
+        for steps in (1, 2, 4)
+        for columns in (16, 32, 64, 128)
+        if columns * 32 * warps < 2 * bucket.N and columns * dtype.itemsize * warps <= 4096
+    )
+    return plain + held
 
 
 _WIDTHS = tuple(1 << k for k in range(18))
@@ -40,13 +62,13 @@ CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS
 @register_kernel(
     FORWARD,
     configure=configure,
-    config_type=RowConfig,
+    config_type=InPlaceConfig,
     configs=CONFIGS,
-    candidates=row_candidates,
+    candidates=candidates,
     why_not=lambda args: no_float64(*args[:5]),
     batch_invariant=False,
 )
-def launch(outs: tuple[Tensor, ...], args: CrossEntropyInPlaceArgs, config: RowConfig) -> None:
+def launch(outs: tuple[Tensor, ...], args: CrossEntropyInPlaceArgs, config: InPlaceConfig) -> None:
     loss, lse = outs
     x, options = args.logits, Options(*args[5:])
     m, n = x.shape
@@ -63,9 +85,10 @@ def launch(outs: tuple[Tensor, ...], args: CrossEntropyInPlaceArgs, config: RowC
         x.stride(0), options.ignore_index, options.label_smoothing, options.z_loss, options.softcap,
     )  # fmt: skip
     z = options.z_loss != 0
+    packed = config.packed and x.itemsize == 2 and target_of(x).startswith("sm_")
     constants = (
-        config.steps, lanes(config, x.dtype), config.num_stages, is_aligned(x), softcap, smooth, weighted,
-        z and not reduced, mean, not reduced, dloss is not None, z,
+        config.steps, lanes(config.num_warps, x.dtype), config.num_stages, is_aligned(x), softcap, smooth, weighted,
+        z and not reduced, mean, not reduced, dloss is not None, z, config.held, packed,
     )  # fmt: skip
     _rows((m,), parameters, constants, num_warps=config.num_warps)
     if reduced:

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.exponential import exp
-
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial maximum; -inf would give -inf - -inf = NaN
+from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST, opaque_fp32
 
 
 @triton.jit
@@ -58,14 +57,40 @@ def edges(head, body, N, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def absorb(
+    m_i, l_i, s_i, w_i, raw, mask, weights, softcap,
+    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, PRECISE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Add a tile to the running maximum, sum of exponentials, weighted sum and sum of weights of every lane."""
+    part, _ = capped(raw.to(tl.float32), softcap, SOFTCAP)
+    if SOFTCAP:
+        part = tl.where(mask, part, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(part, 0))
+    if PACKED:
+        part, _ = capped(opaque_fp32(raw, PACKED), softcap, SOFTCAP)
+        if SOFTCAP:
+            part = tl.where(mask, part, float("-inf"))
+    l_i = l_i * exp(m_i - m_new, PRECISE) + tl.sum(exp(part - m_new[None, :], PRECISE), 0)
+    if SMOOTH:
+        if WEIGHTED:
+            w = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
+            w_i += tl.sum(w, 0)
+            part *= w
+        s_i += tl.sum(tl.where(mask, part, 0.0), 0)
+    return m_new, l_i, s_i, w_i
+
+
+@triton.jit
 def row_statistics(
-    x, weight, start, N, is_row, softcap,
+    x, held, weight, start, N, is_row, softcap,
     STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr, ALIGNED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr, HELD: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum of exponentials, weighted sum of the logits and sum of weights of the row at element `start`.
 
-    KEEP: the row is read again: leave it in the L2.   Sums of weights are made for SMOOTH alone.
+    held: its first HELD columns after the head.   KEEP: the rest is read again: leave it in the L2.   Sums of weights
+    are made for SMOOTH alone.
     """
     PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
     VECTOR: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
@@ -77,21 +102,19 @@ def row_statistics(
     s_i = tl.zeros((LANES,), tl.float32)
     w_i = tl.zeros((LANES,), tl.float32)
     end = tl.where(is_row, body, 0)
-    for first in tl.range(0, end, STEPS * LANES, num_stages=NUM_STAGES):
+    if HELD:
+        offs_held = tl.arange(0, HELD // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        m_i, l_i, s_i, w_i = absorb(
+            m_i, l_i, s_i, w_i, held, offs_held < end, weight + head + offs_held, softcap,
+            SOFTCAP, SMOOTH, WEIGHTED, PRECISE, PACKED,
+        )  # fmt: skip
+    for first in tl.range(HELD, end, STEPS * LANES, num_stages=NUM_STAGES):
         mask = offs < end - first
         part = tl.load(x + begin + first + offs, mask=mask, other=float("-inf"), eviction_policy=POLICY)
-        part, _ = capped(part.to(tl.float32), softcap, SOFTCAP)
-        if SOFTCAP:
-            part = tl.where(mask, part, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(part, 0))
-        l_i = l_i * exp(m_i - m_new, PRECISE) + tl.sum(exp(part - m_new[None, :], PRECISE), 0)
-        m_i = m_new
-        if SMOOTH:
-            if WEIGHTED:
-                w = tl.load(weight + head + first + offs, mask=mask, other=0.0).to(tl.float32)
-                w_i += tl.sum(w, 0)
-                part *= w
-            s_i += tl.sum(tl.where(mask, part, 0.0), 0)
+        m_i, l_i, s_i, w_i = absorb(
+            m_i, l_i, s_i, w_i, part, mask, weight + head + first + offs, softcap,
+            SOFTCAP, SMOOTH, WEIGHTED, PRECISE, False,
+        )  # fmt: skip
     row_max = tl.max(m_i, 0)
     if not ALIGNED:
         columns, mask = edges(head, body, N, VECTOR)
@@ -153,8 +176,8 @@ def cross_entropy_rows_kernel(
     x_t = tl.load(x + start + t, mask=is_class, other=float("nan")).to(tl.float32)
     x_t, _ = capped(x_t, softcap, SOFTCAP)
     row_max, total, weighted, weights = row_statistics(
-        x, weight, start, N, is_row, softcap,
-        STEPS, LANES, NUM_STAGES, ALIGNED, SOFTCAP, SMOOTH, WEIGHTED, False,
+        x, x_t, weight, start, N, is_row, softcap,
+        STEPS, LANES, NUM_STAGES, ALIGNED, SOFTCAP, SMOOTH, WEIGHTED, False, 0, False,
     )  # fmt: skip
     loss_i, lse_i = row_loss(x_t, w_t, row_max, total, weighted, weights, N, smoothing, SMOOTH)
     if ADD_Z:
@@ -320,9 +343,13 @@ def cross_entropy_in_place_kernel(
     loss, lse, x, target, weight, totals, dloss, N, stride_x, ignore_index, smoothing, z_loss, softcap,
     STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr, ALIGNED: tl.constexpr,
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ADD_Z: tl.constexpr,
-    MEAN: tl.constexpr, VECTOR_DLOSS: tl.constexpr, HAS_DLOSS: tl.constexpr, Z: tl.constexpr,
+    MEAN: tl.constexpr, VECTOR_DLOSS: tl.constexpr, HAS_DLOSS: tl.constexpr, Z: tl.constexpr, HELD: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Loss and logsumexp of each row, then its gradient over it, backwards: what was read last is in the L2."""
+    """Loss and logsumexp of each row, then its gradient over it, backwards: what was read last is in the L2.
+
+    The first HELD columns after the head stay in registers.
+    """
     PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
     VECTOR: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     STEP: tl.constexpr = STEPS * LANES
@@ -331,9 +358,16 @@ def cross_entropy_in_place_kernel(
     t, is_row, is_class, w_t = target_of(target, weight, row, N, ignore_index, WEIGHTED)
     x_t = tl.load(x + start + t, mask=is_class, other=float("nan")).to(tl.float32)
     x_t, _ = capped(x_t, softcap, SOFTCAP)
+    head, body, begin = head_and_body(start, N, VECTOR, ALIGNED)
+    held = x_t
+    if HELD:
+        offs_held = tl.arange(0, HELD // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        mask_held = offs_held < body
+        ptrs_held = x + begin + offs_held
+        held = tl.load(ptrs_held, mask=mask_held & is_row, other=float("-inf"), eviction_policy="evict_first")
     row_max, total, weighted, weights = row_statistics(
-        x, weight, start, N, is_row, softcap,
-        STEPS, LANES, NUM_STAGES, ALIGNED, SOFTCAP, SMOOTH, WEIGHTED, True,
+        x, held, weight, start, N, is_row, softcap,
+        STEPS, LANES, NUM_STAGES, ALIGNED, SOFTCAP, SMOOTH, WEIGHTED, True, HELD, PACKED,
     )  # fmt: skip
     loss_i, lse_i = row_loss(x_t, w_t, row_max, total, weighted, weights, N, smoothing, SMOOTH)
     if ADD_Z:
@@ -348,10 +382,9 @@ def cross_entropy_in_place_kernel(
         MEAN, VECTOR_DLOSS, HAS_DLOSS, False, SMOOTH, Z,
     )  # fmt: skip
     of_p = tl.where(is_row, of_p * tl.div_rn(1.0, total), 0.0)  # p = e^(x - row_max) / total is exact where x is row_max
-    head, body, begin = head_and_body(start, N, VECTOR, ALIGNED)
     offs = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    last = (tl.cdiv(body, STEP) - 1) * STEP
-    for back in tl.range(0, body, STEP, num_stages=NUM_STAGES):
+    last = HELD + (tl.cdiv(body - HELD, STEP) - 1) * STEP
+    for back in tl.range(0, body - HELD, STEP, num_stages=NUM_STAGES):
         first = last - back
         mask = offs < body - first
         part = tl.load(x + begin + first + offs, mask=mask & is_row, other=float("-inf"), eviction_policy="evict_first")
@@ -361,6 +394,13 @@ def cross_entropy_in_place_kernel(
         )  # fmt: skip
         value = tl.where(is_row, value, 0.0).to(x.dtype.element_ty)
         tl.store(x + begin + first + offs, value, mask=mask, eviction_policy="evict_first")
+    if HELD:
+        held_value = gradient_of(
+            opaque_fp32(held, PACKED), head + offs_held, mask_held & is_row, weight, t, row_max, of_p, of_target,
+            of_weight, softcap, SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
+        )  # fmt: skip
+        held_value = tl.where(is_row, held_value, 0.0).to(x.dtype.element_ty)
+        tl.store(ptrs_held, held_value, mask=mask_held, eviction_policy="evict_first")
     if not ALIGNED:
         columns, exists = edges(head, body, N, VECTOR)
         edge = tl.load(x + start + columns, mask=exists & is_row, other=float("-inf")).to(tl.float32)

@@ -40,9 +40,9 @@ def row_candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[RowConfig, .
     )
 
 
-def lanes(config: RowConfig, dtype: torch.dtype) -> int:
+def lanes(num_warps: int, dtype: torch.dtype) -> int:
     """Columns of one vector for each thread."""
-    return config.num_warps * 32 * 16 // dtype.itemsize
+    return num_warps * 32 * 16 // dtype.itemsize
 
 
 def is_aligned(*rows: Tensor) -> bool:
