@@ -1,0 +1,44 @@
+"""Other cross entropies: torch's own, which rounds the loss to the dtype of the logits, Liger's and quack's."""
+
+import torch.nn.functional as F
+
+from tilewright.dispatch import Sample
+from tilewright.ops.peer import Call, LibraryPeer
+
+
+def _torch(sample: Sample) -> Call | None:
+    x, target = sample.args
+    options = dict(sample.kwargs)
+    if options.pop("z_loss", 0.0) or options.pop("softcap", None) or x.dim() != 2:
+        return None
+    return lambda: F.cross_entropy(x, target, **options)
+
+
+def _liger(sample: Sample) -> Call | None:
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    x, target = sample.args
+    options = sample.kwargs
+    if x.dim() != 2 or x.requires_grad:  # its forward writes the gradient over x, which the bench reads again
+        return None
+    weight, ignored = options.get("weight"), options.get("ignore_index", -100)
+    numbers = options.get("z_loss", 0.0), options.get("label_smoothing", 0.0)
+    form = options.get("reduction", "mean"), options.get("softcap")
+    return lambda: LigerCrossEntropyFunction.apply(x, target, weight, ignored, *numbers, *form)[0]
+
+
+def _quack(sample: Sample) -> Call | None:
+    from quack.cross_entropy import cross_entropy
+
+    x, target = sample.args
+    if x.dim() != 2 or set(sample.kwargs) - {"reduction", "ignore_index"}:
+        return None
+    options = {"reduction": "mean", **sample.kwargs}
+    return lambda: cross_entropy(x, target, **options)
+
+
+PEERS = (
+    LibraryPeer("torch", None, _torch),
+    LibraryPeer("liger", "liger_kernel", _liger),
+    LibraryPeer("quack", "quack", _quack),
+)
