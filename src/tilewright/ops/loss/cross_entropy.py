@@ -134,7 +134,6 @@ FORWARD = RawOp(
     bucket=lambda args: rows.rows_bucket(args.logits),
     bucket_names=rows.RowsBucket._fields,
     count=3,
-    out=True,
 )
 BACKWARD = RawOp(
     OP,
@@ -146,7 +145,6 @@ BACKWARD = RawOp(
     reference=_backward,
     bucket=lambda args: rows.rows_bucket(args.logits),
     bucket_names=rows.RowsBucket._fields,
-    out=True,
 )
 
 

@@ -46,30 +46,27 @@ def cross_entropy_(
 ) -> Tensor:
     """`cross_entropy`, and its gradient with respect to the logits is written over the logits, in one launch of rows.
 
-    logits: (..., V) bf16|fp16|fp32, whose rows have one stride and a unit stride inside; written.
+    logits: (..., V) bf16|fp16|fp32, written; rows without one stride, or without a unit stride inside, cost two copies.
     dloss: the gradient of the loss, float32, () for "mean" and "sum", (...) for "none"; None: ones.
     totals: (3,) float32, of a batch that these rows are a part of: the weights of its rows, the number of its rows and
     the weights of all classes.  Losses of the parts of a batch then add up to that of "mean".
     Other arguments, and the loss that is returned, as in `cross_entropy`.   The op itself has no gradient.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
-    Raises InputError as `cross_entropy`, for logits that require a gradient, share memory, or are no rows of one
-    stride, and for another dloss.
+    Raises InputError as `cross_entropy`, for logits that require a gradient or share memory, and for another dloss.
     """
-    if isinstance(logits, Tensor) and logits.dim() not in (0, 2):
-        rows_of_logits = _rows(logits)
-        dloss = dloss.reshape(-1) if isinstance(dloss, Tensor) and dloss.dim() > 1 else dloss
-    else:
-        rows_of_logits = logits
-    if isinstance(logits, Tensor) and isinstance(target, Tensor) and logits.dim() > 2:
-        if target.shape != logits.shape[:-1]:
-            raise InputError(f"{OP}: target is {tuple(target.shape)}; needs {tuple(logits.shape[:-1])}, as logits.")
-        flat = target.reshape(-1)
-    else:
-        flat = target
-    args = raw_arguments(
-        OP, rows_of_logits, flat, weight, ignore_index, label_smoothing, z_loss, softcap, reduction
-    )
-    loss, _ = call_in_place(CONTRACT, in_place_args(args, dloss, totals), backend)
+    written, flat, dloss = logits, target, dloss
+    if isinstance(logits, Tensor) and logits.dim() > 0:
+        written = _rows(logits)
+        if isinstance(target, Tensor) and logits.dim() != 2:
+            if target.shape != logits.shape[:-1]:
+                raise InputError(f"{OP}: target is {tuple(target.shape)}; needs {tuple(logits.shape[:-1])}, as logits.")
+            flat = target.reshape(-1)
+        if isinstance(dloss, Tensor) and dloss.dim() != 0 and dloss.shape == logits.shape[:-1]:
+            dloss = dloss.reshape(-1)
+    args = raw_arguments(OP, written, flat, weight, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    loss: Tensor = call_in_place(CONTRACT, in_place_args(args, dloss, totals), backend)[0]
+    if written.data_ptr() != logits.data_ptr():
+        logits.copy_(written.view(logits.shape))
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -79,13 +76,11 @@ def in_place_args(args: CrossEntropyArgs, dloss: Tensor | None, totals: Tensor |
 
 
 def _rows(logits: Tensor) -> Tensor:
-    try:
-        return logits.view(-1, logits.shape[-1])
-    except RuntimeError:
-        raise InputError(
-            f"{OP}: logits is {tuple(logits.shape)} with strides {tuple(logits.stride())}, no rows of one stride, and "
-            "would be written to. Pass them contiguous."
-        ) from None
+    """Logits as rows with a unit stride, a copy where they are none; what has no memory is for the checks."""
+    if 0 in (stride for n, stride in zip(logits.shape, logits.stride(), strict=True) if n > 1):
+        return logits
+    rows_of_logits = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    return rows_of_logits if rows_of_logits.stride(-1) == 1 or logits.shape[-1] <= 1 else rows_of_logits.contiguous()
 
 
 def reference(
@@ -113,6 +108,8 @@ def reference(
 
 def _forward(args: CrossEntropyInPlaceArgs) -> tuple[Tensor, Tensor]:
     options = Options(*args[5:])
+    # In inference mode: autograd saves no tensors of it
+    args = args._make(t.clone() if isinstance(t, Tensor) and i and t.is_inference() else t for i, t in enumerate(args))
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         rows_of_x, lse = entropy.row_losses(x, args.target, args.weight, options)
@@ -131,18 +128,19 @@ def _outputs(args: CrossEntropyInPlaceArgs) -> tuple[Any, ...]:
     return (entropy.loss_shape(args.target, args.reduction), dtype), (args.target.shape, dtype)
 
 
+KERNELS = ("triton.cross_entropy_in_place", "triton.scale_gradient")
+
 FORWARD = RawOp(
     OP,
     "fwd",
     CrossEntropyInPlaceArgs,
     package="tilewright.ops.loss",
-    kernels=("triton.cross_entropy_in_place", "triton.scale_gradient"),
+    kernels=KERNELS,
     outputs=_outputs,
     reference=_forward,
     bucket=lambda args: rows.rows_bucket(args.logits),
     bucket_names=rows.RowsBucket._fields,
     count=2,
-    out=True,
     mutates=("logits",),
 )
 
@@ -157,6 +155,30 @@ def check(args: CrossEntropyInPlaceArgs) -> None:
     entropy.check_numbers(OP, "dloss", dloss, entropy.loss_shape(args.target, args.reduction), dtype, logits.device)
     entropy.check_numbers(OP, "totals", args.totals, (entropy.TOTALS,), dtype, logits.device)
 
+
+class ScaleArgs(NamedTuple):
+    gradient: Tensor  # (M, N), written
+    scale: Tensor  # ()
+
+
+def _scale(args: ScaleArgs) -> None:
+    args.gradient.mul_(args.scale)
+
+
+SCALE = RawOp(
+    OP,
+    "bwd",
+    ScaleArgs,
+    package="tilewright.ops.loss",
+    kernels=KERNELS,
+    outputs=lambda args: (),
+    reference=_scale,
+    bucket=lambda args: rows.rows_bucket(args.gradient),
+    bucket_names=rows.RowsBucket._fields,
+    count=0,
+    mutates=("gradient",),
+)
+"""A gradient that a forward has written, times the gradient of the loss: what a backward has left to do."""
 
 CONTRACT = register(
     Contract(

@@ -1,36 +1,9 @@
 """A gradient that a forward has computed, times the gradient of the loss, known only in the backward."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import RawOp
-from tilewright.ops import rows
-
-
-class ScaleArgs(NamedTuple):
-    gradient: Tensor  # (M, N), written
-    scale: Tensor  # ()
-
-
-def _reference(args: ScaleArgs) -> None:
-    args.gradient.mul_(args.scale)
-
-
-SCALE = RawOp(
-    "cross_entropy_",
-    "bwd",
-    ScaleArgs,
-    package="tilewright.ops.loss",
-    kernels=("triton.cross_entropy_in_place", "triton.scale_gradient"),
-    outputs=lambda args: (),
-    reference=_reference,
-    bucket=lambda args: rows.rows_bucket(args.gradient),
-    bucket_names=rows.RowsBucket._fields,
-    count=0,
-    mutates=("gradient",),
-)
+from tilewright.ops.loss.cross_entropy_ import SCALE
 
 
 def scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
