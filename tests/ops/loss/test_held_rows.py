@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewright.ops.loss.cross_entropy_ import CrossEntropyInPlaceArgs
+from tilewright.ops.loss.in_place import InPlaceArgs
 from tilewright.ops.loss.kernels.triton import cross_entropy_in_place as kernel
 
 pytestmark = pytest.mark.interp
@@ -20,7 +20,7 @@ def test_part_of_a_row_is_held(n, held, warps, dtype):
     loss = F.cross_entropy(exact, target, weight.double(), label_smoothing=0.1)
     loss.backward()
     made, lse = torch.empty(()), torch.empty(4)
-    args = CrossEntropyInPlaceArgs(x, target, weight, None, None, -100, 0.1, 0.0, 0.0, "mean")
+    args = InPlaceArgs(x, target, weight, None, None, -100, 0.1, 0.0, 0.0, "mean")
     kernel.launch((made, lse), args, kernel.InPlaceConfig(1, warps, 1, held, packed=True))
     torch.testing.assert_close(made.double(), loss.detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(x.double(), exact.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-6)

@@ -10,6 +10,15 @@ from tilewright.ops.loss import entropy
 from tilewright.ops.loss.entropy import Options
 
 
+KERNELS = (
+    "triton.cross_entropy",
+    "sm90.cross_entropy_in_place",
+    "triton.cross_entropy_in_place",
+    "triton.scale_gradient",
+)
+"""The kernels of all raw ops of `cross_entropy`."""
+
+
 class CrossEntropyArgs(NamedTuple):
     logits: Tensor  # (M, V)
     target: Tensor  # (M,)

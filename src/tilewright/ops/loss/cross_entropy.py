@@ -2,13 +2,15 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
+from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.loss import entropy, in_place, samples
-from tilewright.ops.loss.arguments import CrossEntropyArgs, check_arguments, raw_arguments
+from tilewright.ops.loss.arguments import KERNELS, CrossEntropyArgs, check_arguments, raw_arguments
 from tilewright.ops.loss.entropy import Options
 
 OP = "cross_entropy"
@@ -55,17 +57,21 @@ def cross_entropy(
     z_loss: adds z_loss * logsumexp(x)^2, its mean over rows whatever their weights (PaLM).
     return_z_loss: returns (loss, the z-loss in it) instead.
 
-    Gradient of logits, for every reduction.   inplace_grad: writes it over the logits, in one pass with the loss, where
-    a gradient is wanted; what else needs the logits in its backward raises, as after any write.  Gradients of the
-    gradient are refused then, and so is return_z_loss.
+    Gradient of logits, for every reduction.   inplace_grad: where a gradient is wanted, the forward writes it over the
+    logits, for a gradient 1 of the loss, and the backward only multiplies it by that of the loss.  Who else needs the
+    logits in a backward gets torch's error about a changed tensor.  For "mean" and "sum", and logits that are no leaf;
+    without gradients of gradients, forward mode and return_z_loss.  torch.compile ignores it.
     A class outside 0 to V - 1 gives NaN on a GPU, and InputError under TILEWRIGHT_CHECK=1 and on a CPU.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for other dtypes, shapes and options.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     args = raw_arguments(OP, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    if inplace_grad:
-        return in_place.loss_with_gradient(args, target, return_z_loss, backend)
+    if inplace_grad and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling():
+        if return_z_loss:
+            raise InputError("cross_entropy: inplace_grad and return_z_loss do not go together. Drop one of them.")
+        CONTRACT.check(*args)
+        return in_place.loss_in_place(args, backend)
     loss, lse, totals = call(CONTRACT, args, backend)
     if reduction == "none" and target.dim() != 1:
         loss = loss.view(target.shape)
@@ -112,9 +118,6 @@ def _backward(args: CrossEntropyBackwardArgs) -> Tensor:
         return loss, lse
 
     return vjp(function, (args.logits,), (args.dloss, args.dlse))[0]
-
-
-KERNELS = ("triton.cross_entropy",)
 
 
 def _outputs(args: CrossEntropyArgs) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from tilewright.dispatch.arguments import as_float
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.settings import current
@@ -84,9 +85,12 @@ def loss_shape(target: Tensor, reduction: str) -> tuple[int, ...]:
 
 def as_softcap(op: str, softcap: float | None) -> float:
     """The softcap of the raw ops: 0 for none."""
-    if softcap is not None and not softcap > 0:
+    if softcap is None:
+        return 0.0
+    number: float = as_float(op, "softcap", softcap)
+    if not number > 0:
         raise InputError(f"{op}: softcap is {softcap}; needs a number above 0, or None.")
-    return 0.0 if softcap is None else softcap
+    return number
 
 
 def check_options(op: str, options: Options) -> None:

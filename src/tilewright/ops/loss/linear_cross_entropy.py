@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
+from tilewright.dispatch.arguments import as_int
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.loss import entropy
@@ -61,11 +62,12 @@ def linear_cross_entropy(
     else:
         rows_of_hidden, rows_of_target = hidden, target
     cap = entropy.as_softcap(OP, softcap)
-    if chunk_rows is not None and not chunk_rows > 0:
+    chunk = 0 if chunk_rows is None else as_int(OP, "chunk_rows", chunk_rows)
+    if chunk_rows is not None and chunk < 1:
         raise InputError(f"{OP}: chunk_rows is {chunk_rows}; needs 1 or more, or None.")
     args = LinearCrossEntropyArgs(
         rows_of_hidden, weight, rows_of_target, bias, class_weight, ignore_index, label_smoothing, z_loss, cap,
-        reduction, chunk_rows or 0, need_dhidden=False, need_dweight=False, need_dbias=False,
+        reduction, chunk, need_dhidden=False, need_dweight=False, need_dbias=False,
     )  # fmt: skip
     if one_pass.suits(args):
         result: Tensor = one_pass.loss(CONTRACT, args, backend)

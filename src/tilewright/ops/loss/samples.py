@@ -30,17 +30,6 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     return Sample((logits, target.to(device, params.get("index_dtype", torch.int64))), kwargs)
 
 
-def in_place_inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: those of `inputs`; dloss (True for a tensor)."""
-    sample = inputs(params, dtype, device, seed)
-    kwargs = dict(sample.kwargs)
-    if params.get("dloss"):
-        shape = sample.args[1].shape if params.get("reduction") == "none" else ()
-        of = rows.accumulate_dtype(dtype)
-        kwargs["dloss"] = (0.5 + torch.rand(tuple(shape), generator=rows.generator(seed + 2))).to(device, of)
-    return Sample(sample.args, kwargs)
-
-
 def cost(sample: Sample, direction: str) -> Cost:
     """Forward reads logits and targets.  Backward reads logits and writes their gradient."""
     logits, target = sample.args
@@ -48,17 +37,6 @@ def cost(sample: Sample, direction: str) -> Cost:
     if direction == "fwd":
         return Cost(4 * logits.numel(), rows.nbytes(logits) + small, 8 * target.numel())
     return Cost(4 * logits.numel(), rows.nbytes(logits) + small, rows.nbytes(logits))
-
-
-def in_place_cost(sample: Sample, direction: str) -> Cost:
-    """Reads the logits once, and writes their gradient over them."""
-    logits, target = sample.args
-    small = rows.nbytes(target, *sample.kwargs.values())
-    return Cost(8 * logits.numel(), rows.nbytes(logits) + small, rows.nbytes(logits))
-
-
-def _fwd(workload: Workload) -> Workload:
-    return Workload(workload.name, workload.params, workload.dtypes, ("fwd",))
 
 
 _LLAMA = {"M": 4096, "N": 128256}
@@ -70,9 +48,7 @@ WORKLOADS = (
     Workload("smooth_4096: label smoothing", {**_LLAMA, "label_smoothing": 0.1}),
     Workload("imagenet_8192: a thousand classes", {"M": 8192, "N": 1000, "label_smoothing": 0.1}),
 )
-IN_PLACE_WORKLOADS = tuple(_fwd(w) for w in WORKLOADS)
 CPU_WORKLOADS = (Workload("small", {"M": 64, "N": 4096}, (torch.bfloat16, torch.float32)),)
-IN_PLACE_CPU_WORKLOADS = tuple(_fwd(w) for w in CPU_WORKLOADS)
 
 _ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "weight": True, "ignored": 0.3}
 EDGE_CASES = (
@@ -98,11 +74,6 @@ EDGE_CASES = (
     Workload("peaked: large logits", {"M": 8, "N": 512, "scale": 8.0}),
     Workload("empty: no rows", {"M": 0, "N": 64, "reduction": "sum"}),
 )
-IN_PLACE_EDGE_CASES = (
-    *(_fwd(w) for w in EDGE_CASES),
-    Workload("dloss: of the mean", {"M": 5, "N": 99, "dloss": True}, directions=("fwd",)),
-    Workload("dloss_none: one for each row", {"M": 5, "N": 112, "dloss": True, "reduction": "none"}, directions=("fwd",)),
-)
 
 
 def _bad(name: str, match: str, **changes: Any) -> BadInput:
@@ -125,11 +96,4 @@ BAD_INPUTS = (
     _bad("a softcap of 0", "softcap is 0.0; needs a number above 0", softcap=0.0),
     _bad("weights of rows", r"weight is \(4,\)", weight=torch.ones(4)),
     _bad("integer weights", "weight is .* torch.int64", weight=torch.ones(8, dtype=torch.int64)),
-)
-IN_PLACE_BAD_INPUTS = (
-    *BAD_INPUTS,
-    _bad("expanded logits", "logits is expanded", logits=torch.ones(1, 8).expand(4, 8)),
-    _bad("columns apart", "needs a unit stride", logits=torch.ones(8, 4).t()),
-    _bad("dloss of rows", r"dloss is \(4,\)", dloss=torch.ones(4)),
-    _bad("dloss in bf16", "dloss is .* torch.bfloat16", dloss=torch.ones((), dtype=torch.bfloat16)),
 )

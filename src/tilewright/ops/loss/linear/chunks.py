@@ -11,10 +11,10 @@ from torch import Tensor
 from tilewright.ops import rows
 from tilewright.ops.gemm import matmul
 from tilewright.ops.gemm.dense.args import matmul_args
-from tilewright.ops.loss import cross_entropy, cross_entropy_, entropy
+from tilewright.ops.loss import cross_entropy, entropy
 from tilewright.ops.loss.arguments import CrossEntropyArgs
 from tilewright.ops.loss.cross_entropy import CrossEntropyBackwardArgs
-from tilewright.ops.loss.cross_entropy_ import CrossEntropyInPlaceArgs
+from tilewright.ops.loss.in_place import IN_PLACE, InPlaceArgs
 from tilewright.ops.loss.linear.args import LinearCrossEntropyArgs, LinearCrossEntropyBackwardArgs, options_of
 
 CHUNK_BYTES = 1 << 29
@@ -102,10 +102,10 @@ def _with_gradients(
     loss.zero_()
     for chunk, logits in _chunks(args):
         _logits(run, logits, args.hidden[chunk], args.weight, args.bias)
-        given = CrossEntropyInPlaceArgs(
+        given = InPlaceArgs(
             logits, args.target[chunk], args.class_weight, None, totals, *options_of(args)
         )
-        run(cross_entropy_.FORWARD, (sums, lse[chunk]), *given)
+        run(IN_PLACE, (sums, lse[chunk]), *given)
         loss += sums
         made.add(chunk, logits)
     made.finish()

@@ -8,9 +8,9 @@ from torch import Tensor
 from tilewright.dispatch import Contract, call
 from tilewright.dispatch.derivatives import Function, level_is_open, vjp
 from tilewright.dispatch.replay import transforms
+from tilewright.ops.loss.in_place import scaled
 from tilewright.ops.loss.linear import reference
 from tilewright.ops.loss.linear.args import LinearCrossEntropyArgs
-from tilewright.ops.loss.scaling import scaled
 
 _INPUTS = ("hidden", "weight", "bias")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel, target_of
-from tilewright.ops.loss.cross_entropy_ import FORWARD, CrossEntropyInPlaceArgs
 from tilewright.ops.loss.entropy import TOTALS, Options
+from tilewright.ops.loss.in_place import IN_PLACE, InPlaceArgs
 from tilewright.ops.loss.kernels.triton.cross_entropy_kernel import cross_entropy_in_place_kernel
 from tilewright.ops.loss.kernels.triton.rows_launch import (
     count_rows,
@@ -60,7 +60,7 @@ CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS
 
 
 @register_kernel(
-    FORWARD,
+    IN_PLACE,
     configure=configure,
     config_type=InPlaceConfig,
     configs=CONFIGS,
@@ -68,7 +68,7 @@ CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS
     why_not=lambda args: no_float64(*args[:5]),
     batch_invariant=False,
 )
-def launch(outs: tuple[Tensor, ...], args: CrossEntropyInPlaceArgs, config: InPlaceConfig) -> None:
+def launch(outs: tuple[Tensor, ...], args: InPlaceArgs, config: InPlaceConfig) -> None:
     loss, lse = outs
     x, options = args.logits, Options(*args[5:])
     m, n = x.shape

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.loss.cross_entropy_ import SCALE, ScaleArgs
+from tilewright.ops.loss.in_place import SCALE, ScaleArgs
 from tilewright.ops.rows import RowsBucket, no_float64
 
 _PROGRAMS = 1056  # eight for each multiprocessor of an H200
