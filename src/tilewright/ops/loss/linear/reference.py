@@ -1,9 +1,10 @@
 """`linear_cross_entropy` in plain torch, with all logits at once."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.dispatch.derivatives import vjp
+from tilewright.ops.gemm.dense.args import matmul_args
+from tilewright.ops.gemm.dense.reference import product
 from tilewright.ops.loss import entropy
 from tilewright.ops.loss.linear.args import LinearCrossEntropyArgs, LinearCrossEntropyBackwardArgs, options_of
 
@@ -11,8 +12,8 @@ from tilewright.ops.loss.linear.args import LinearCrossEntropyArgs, LinearCrossE
 def _loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bias = None if bias is None else bias.to(hidden.dtype)
-    return entropy.forward(F.linear(hidden, weight, bias), args.target, args.class_weight, options_of(args))
+    logits = product(matmul_args(hidden, weight.mT, bias, None, None, 1.0, None))
+    return entropy.forward(logits, args.target, args.class_weight, options_of(args))
 
 
 def loss(
