@@ -21,6 +21,7 @@ class CrossEntropyBackwardArgs(NamedTuple):
     target: Tensor  # (M,)
     weight: Tensor | None  # (V,)
     lse: Tensor  # (M,)
+    rest: Tensor | None  # (M,), what of the exact lse was rounded off
     totals: Tensor  # (3,)
     dloss: Tensor | None  # () or (M,)
     dlse: Tensor | None  # (M,)
@@ -72,7 +73,7 @@ def cross_entropy(
             raise InputError("cross_entropy: inplace_grad and return_z_loss do not go together. Drop one of them.")
         CONTRACT.check(*args)
         return in_place.loss_in_place(args, backend)
-    loss, lse, totals = call(CONTRACT, args, backend)
+    loss, lse, _, totals = call(CONTRACT, args, backend)
     if reduction == "none" and target.dim() != 1:
         loss = loss.view(target.shape)
     if not return_z_loss:
@@ -108,13 +109,14 @@ def reference(
     return loss, z.sum() / totals[1] if reduction == "mean" else z.sum()
 
 
-def _forward(args: CrossEntropyArgs) -> tuple[Tensor, Tensor, Tensor]:
-    return entropy.forward(args.logits, args.target, args.weight, Options(*args[3:]))
+def _forward(args: CrossEntropyArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, lse, totals = entropy.forward(args.logits, args.target, args.weight, Options(*args[3:]))
+    return loss, lse, torch.zeros_like(lse), totals
 
 
 def _backward(args: CrossEntropyBackwardArgs) -> Tensor:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss, lse, _ = entropy.forward(x, args.target, args.weight, Options(*args[7:]))
+        loss, lse, _ = entropy.forward(x, args.target, args.weight, Options(*args[8:]))
         return loss, lse
 
     return vjp(function, (args.logits,), (args.dloss, args.dlse))[0]
@@ -123,7 +125,7 @@ def _backward(args: CrossEntropyBackwardArgs) -> Tensor:
 def _outputs(args: CrossEntropyArgs) -> tuple[Any, ...]:
     dtype = rows.accumulate_dtype(args.logits.dtype)
     loss = entropy.loss_shape(args.target, args.reduction)
-    return (loss, dtype), (args.target.shape, dtype), ((entropy.TOTALS,), dtype)
+    return (loss, dtype), (args.target.shape, dtype), (args.target.shape, dtype), ((entropy.TOTALS,), dtype)
 
 
 FORWARD = RawOp(
@@ -136,7 +138,7 @@ FORWARD = RawOp(
     reference=_forward,
     bucket=lambda args: rows.rows_bucket(args.logits),
     bucket_names=rows.RowsBucket._fields,
-    count=3,
+    count=4,
 )
 BACKWARD = RawOp(
     OP,
@@ -157,12 +159,12 @@ def check(args: CrossEntropyArgs) -> None:
 
 
 def _save(args: CrossEntropyArgs, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    _, lse, totals = outputs
-    return args.logits, args.target, args.weight, lse, totals
+    _, lse, rest, totals = outputs
+    return args.logits, args.target, args.weight, lse, rest, totals
 
 
 def _raw_args(grads: Any, saved: Any, args: CrossEntropyArgs, needs: Any) -> CrossEntropyBackwardArgs:
-    dloss, dlse, _ = grads  # the totals do not depend on logits
+    dloss, dlse, *_ = grads  # the others are no functions of the logits
     return CrossEntropyBackwardArgs(*saved, dloss, dlse, *args[3:])
 
 

@@ -86,11 +86,11 @@ def forward(run: Run, outs: Sequence[Tensor], args: LinearCrossEntropyArgs) -> N
         _with_gradients(run, loss, lse, totals, gradients, args)
         return
     plain = options._replace(z_loss=0.0, reduction="none")
-    losses, unused = torch.empty_like(lse), torch.empty_like(totals)
+    losses, rest, unused = torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(totals)
     for chunk, logits in _chunks(args):
         _logits(run, logits, args.hidden[chunk], args.weight, args.bias)
         given = CrossEntropyArgs(logits, args.target[chunk], args.class_weight, *plain)
-        run(cross_entropy.FORWARD, (losses[chunk], lse[chunk], unused), *given)
+        run(cross_entropy.FORWARD, (losses[chunk], lse[chunk], rest[chunk], unused), *given)
     loss.copy_(entropy.reduced(losses, lse, totals, options))
 
 
@@ -120,7 +120,7 @@ def backward(run: Run, outs: Sequence[Tensor], args: LinearCrossEntropyBackwardA
         dloss = args.dloss[chunk] if of_rows and args.dloss is not None else args.dloss
         dlse = None if args.dlse is None else args.dlse[chunk]
         given = CrossEntropyBackwardArgs(
-            logits, args.target[chunk], args.class_weight, args.lse[chunk], args.totals, dloss, dlse, *options_of(args)
+            logits, args.target[chunk], args.class_weight, args.lse[chunk], None, args.totals, dloss, dlse, *options_of(args)
         )
         run(cross_entropy.BACKWARD, logits, *given)
         made.add(chunk, logits)

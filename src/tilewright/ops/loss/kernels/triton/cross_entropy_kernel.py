@@ -12,16 +12,28 @@ from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST, opaque_f
 
 
 @triton.jit
-def capped(x, softcap, SOFTCAP: tl.constexpr):
-    """softcap * tanh(x / softcap), and tanh itself.  Near 0 a polynomial: 1 - e^-2u would cancel."""
+def capped(x, softcap, SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
+    """softcap * tanh(x / softcap), and tanh itself, by a polynomial near 0 and by e^2|u| elsewhere, where it does not
+    cancel (tanhf of the Cephes library, Moshier, 1987).
+    """
     t = x
     if SOFTCAP:
-        u = x / softcap
-        e = exp(-2.0 * tl.abs(u), True)
-        far = (1.0 - e) / (1.0 + e)
-        s = u * u
-        near = u * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
-        t = tl.where(s < 0.0625, near, tl.where(u < 0, -far, far))
+        if PRECISE:
+            u = tl.div_rn(x, softcap + tl.zeros_like(x))
+        else:
+            u = x * (1.0 / softcap)
+        a, s = tl.abs(u), u * u
+        p = s * -5.70498872745e-3 + 2.06390887954e-2
+        p = p * s - 5.37397155531e-2
+        p = p * s + 1.33314422036e-1
+        p = p * s - 3.33332819422e-1
+        near = u + u * (s * p)
+        e = exp(2.0 * a, PRECISE) + 1.0
+        if PRECISE:
+            far = 1.0 - tl.div_rn(tl.full(e.shape, 2.0, tl.float32), e)
+        else:
+            far = 1.0 - 2.0 / e
+        t = tl.where(a < 0.625, near, tl.where(u < 0, -far, far))
         x = softcap * t
     return x, t
 
@@ -62,12 +74,12 @@ def absorb(
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, PRECISE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile to the running maximum, sum of exponentials, weighted sum and sum of weights of every lane."""
-    part, _ = capped(raw.to(tl.float32), softcap, SOFTCAP)
+    part, _ = capped(raw.to(tl.float32), softcap, SOFTCAP, PRECISE)
     if SOFTCAP:
         part = tl.where(mask, part, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(part, 0))
     if PACKED:
-        part, _ = capped(opaque_fp32(raw, PACKED), softcap, SOFTCAP)
+        part, _ = capped(opaque_fp32(raw, PACKED), softcap, SOFTCAP, PRECISE)
         if SOFTCAP:
             part = tl.where(mask, part, float("-inf"))
     l_i = l_i * exp(m_i - m_new, PRECISE) + tl.sum(exp(part - m_new[None, :], PRECISE), 0)
@@ -120,7 +132,7 @@ def row_statistics(
         columns, mask = edges(head, body, N, VECTOR)
         mask &= is_row
         edge = tl.load(x + start + columns, mask=mask, other=float("-inf")).to(tl.float32)
-        edge, _ = capped(edge, softcap, SOFTCAP)
+        edge, _ = capped(edge, softcap, SOFTCAP, PRECISE)
         edge = tl.where(mask, edge, float("-inf"))
         row_max = tl.maximum(row_max, tl.max(edge, 0))
     total = tl.sum(l_i * exp(m_i - row_max, PRECISE), 0)
@@ -165,16 +177,16 @@ def row_loss(
 
 @triton.jit
 def cross_entropy_rows_kernel(
-    loss, lse, x, target, weight, N, stride_x, ignore_index, smoothing, z_loss, softcap,
+    loss, lse, rest, x, target, weight, N, stride_x, ignore_index, smoothing, z_loss, softcap,
     STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr, ALIGNED: tl.constexpr,
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ADD_Z: tl.constexpr,
 ):  # fmt: skip
-    """Cross entropy and logsumexp of each row; ADD_Z: the z-loss is in the former."""
+    """Cross entropy and logsumexp of each row, and what of the latter was rounded off; ADD_Z: the z-loss is in the loss."""
     row = tl.program_id(0).to(tl.int64)
     start = row * stride_x
     t, is_row, is_class, w_t = target_of(target, weight, row, N, ignore_index, WEIGHTED)
     x_t = tl.load(x + start + t, mask=is_class, other=float("nan")).to(tl.float32)
-    x_t, _ = capped(x_t, softcap, SOFTCAP)
+    x_t, _ = capped(x_t, softcap, SOFTCAP, True)
     row_max, total, weighted, weights = row_statistics(
         x, x_t, weight, start, N, is_row, softcap,
         STEPS, LANES, NUM_STAGES, ALIGNED, SOFTCAP, SMOOTH, WEIGHTED, False, 0, False,
@@ -184,6 +196,8 @@ def cross_entropy_rows_kernel(
         loss_i += z_loss * lse_i * lse_i
     tl.store(loss + row, tl.where(is_row, loss_i, 0.0))
     tl.store(lse + row, tl.where(is_row, lse_i, 0.0))
+    rest_i = (row_max - lse_i) + log(total)
+    tl.store(rest + row, tl.where(is_row & (tl.abs(rest_i) < 1.0), rest_i, 0.0))  # not of infinities
 
 
 @triton.jit
@@ -274,12 +288,15 @@ def gradient_factors(
 
 @triton.jit
 def gradient_of(
-    part, columns, mask, weight, t, shift, of_p, of_target, of_weight, softcap,
+    part, columns, mask, weight, t, shift, rest, of_p, of_target, of_weight, softcap,
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some logits of a row, float32, with p = e^(x - shift); `part` is -inf where there are none."""
-    x, tanh = capped(part, softcap, SOFTCAP)
-    dx = exp(x - shift, PRECISE) * of_p
+    """The gradient of some logits of a row, float32, with p = e^(x - shift - rest); `part` is -inf where there are none."""
+    x, tanh = capped(part, softcap, SOFTCAP, PRECISE)
+    x = x - shift
+    if PRECISE:
+        x -= rest
+    dx = exp(x, PRECISE) * of_p
     if SMOOTH:
         if WEIGHTED:
             dx -= of_weight * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
@@ -293,11 +310,11 @@ def gradient_of(
 
 @triton.jit
 def cross_entropy_gradient_kernel(
-    dx, x, target, weight, lse, totals, dloss, dlse, N, parts, stride_dx, stride_x, ignore_index, smoothing, z_loss,
+    dx, x, target, weight, lse, rest, totals, dloss, dlse, N, parts, stride_dx, stride_x, ignore_index, smoothing, z_loss,
     softcap,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, ALIKE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr,
     WEIGHTED: tl.constexpr, MEAN: tl.constexpr, VECTOR_DLOSS: tl.constexpr, HAS_DLOSS: tl.constexpr,
-    HAS_DLSE: tl.constexpr, Z: tl.constexpr,
+    HAS_DLSE: tl.constexpr, Z: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     """dx of one part of a row; dx may be x itself.  ALIKE: rows of dx begin as far from a boundary as those of x."""
     PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
@@ -307,6 +324,7 @@ def cross_entropy_gradient_kernel(
     if not WEIGHTED:
         w_t = tl.where(is_class, 1.0, float("nan"))
     lse_i = tl.load(lse + row)
+    rest_i = tl.load(rest + row) if HAS_REST else 0.0
     weights = tl.load(totals + 2)
     of_p, of_target, of_weight = gradient_factors(
         totals, dloss, dlse, row, is_row, w_t, lse_i, weights, N, smoothing, z_loss,
@@ -318,7 +336,7 @@ def cross_entropy_gradient_kernel(
     mask = offs < body
     part = tl.load(x + begin + offs, mask=mask & is_row, other=float("-inf"), eviction_policy="evict_first")
     value = gradient_of(
-        part.to(tl.float32), head + offs, mask & is_row, weight, t, lse_i, of_p, of_target, of_weight, softcap,
+        part.to(tl.float32), head + offs, mask & is_row, weight, t, lse_i, rest_i, of_p, of_target, of_weight, softcap,
         SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
     )  # fmt: skip
     value = tl.where(is_row, value, 0.0)
@@ -331,7 +349,7 @@ def cross_entropy_gradient_kernel(
             columns, exists = edges(head, body, N, VECTOR)
             edge = tl.load(x + start + columns, mask=exists & is_row, other=float("-inf")).to(tl.float32)
             edge_value = gradient_of(
-                edge, columns, exists & is_row, weight, t, lse_i, of_p, of_target, of_weight, softcap,
+                edge, columns, exists & is_row, weight, t, lse_i, rest_i, of_p, of_target, of_weight, softcap,
                 SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
             )  # fmt: skip
             edge_value = tl.where(is_row, edge_value, 0.0)
@@ -357,7 +375,7 @@ def cross_entropy_in_place_kernel(
     start = row * stride_x
     t, is_row, is_class, w_t = target_of(target, weight, row, N, ignore_index, WEIGHTED)
     x_t = tl.load(x + start + t, mask=is_class, other=float("nan")).to(tl.float32)
-    x_t, _ = capped(x_t, softcap, SOFTCAP)
+    x_t, _ = capped(x_t, softcap, SOFTCAP, True)
     head, body, begin = head_and_body(start, N, VECTOR, ALIGNED)
     held = x_t
     if HELD:
@@ -389,14 +407,14 @@ def cross_entropy_in_place_kernel(
         mask = offs < body - first
         part = tl.load(x + begin + first + offs, mask=mask & is_row, other=float("-inf"), eviction_policy="evict_first")
         value = gradient_of(
-            part.to(tl.float32), head + first + offs, mask & is_row, weight, t, row_max, of_p, of_target, of_weight,
+            part.to(tl.float32), head + first + offs, mask & is_row, weight, t, row_max, 0.0, of_p, of_target, of_weight,
             softcap, SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
         )  # fmt: skip
         value = tl.where(is_row, value, 0.0).to(x.dtype.element_ty)
         tl.store(x + begin + first + offs, value, mask=mask, eviction_policy="evict_first")
     if HELD:
         held_value = gradient_of(
-            opaque_fp32(held, PACKED), head + offs_held, mask_held & is_row, weight, t, row_max, of_p, of_target,
+            opaque_fp32(held, PACKED), head + offs_held, mask_held & is_row, weight, t, row_max, 0.0, of_p, of_target,
             of_weight, softcap, SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
         )  # fmt: skip
         held_value = tl.where(is_row, held_value, 0.0).to(x.dtype.element_ty)
@@ -405,7 +423,7 @@ def cross_entropy_in_place_kernel(
         columns, exists = edges(head, body, N, VECTOR)
         edge = tl.load(x + start + columns, mask=exists & is_row, other=float("-inf")).to(tl.float32)
         edge_value = gradient_of(
-            edge, columns, exists & is_row, weight, t, row_max, of_p, of_target, of_weight, softcap,
+            edge, columns, exists & is_row, weight, t, row_max, 0.0, of_p, of_target, of_weight, softcap,
             SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
         )  # fmt: skip
         edge_value = tl.where(is_row, edge_value, 0.0)
