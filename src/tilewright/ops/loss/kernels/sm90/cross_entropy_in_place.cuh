@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         u64 of_blocks[kMostRowBlocks], totals_of_blocks[kMostRowBlocks];
         Statistics of_warps[kWarps], of_row;
     };
-    __shared__ Memory shared;
+    Memory& shared = *reinterpret_cast<Memory*>(dynamic_shared());
     const u32 rank = cluster_rank(), blocks = cluster_blocks(), lane = threadIdx.x % 32;
     const i64 row = blockIdx.x / blocks;
     if (threadIdx.x == 0) {
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
             }
             if (!is_row) made.x[j] = 0;
         }
-        __stcs(reinterpret_cast<uint4*>(vectors + v), make_uint4(made.x[0], made.x[1], made.x[2], made.x[3]));
+        vectors[v] = made;
     }
 }
 

@@ -78,6 +78,11 @@ def blocks_of_row(n: int, dtype: torch.dtype, config: Config) -> int:
     return 1 << (blocks - 1).bit_length()
 
 
+def shared_bytes(threads: int) -> int:
+    """A barrier, two numbers of 16 blocks, three of each warp and of the row."""
+    return 8 + 2 * 16 * 8 + 12 * (threads // 32 + 1) + 4
+
+
 def why_not(args: InPlaceArgs) -> str | None:
     """Why this kernel cannot run a call; None if it can."""
     x = args.logits
@@ -133,6 +138,7 @@ def launch(outs: tuple[Tensor, ...], args: InPlaceArgs, config: Config) -> None:
             kGiven=dloss is not None,
         ),
         block=config.threads,
+        shared_bytes=shared_bytes(config.threads),
         cluster=(cluster, 1, 1) if cluster > 1 else None,
     )  # fmt: skip
     if not of_rows:
