@@ -115,9 +115,11 @@ def _forward(args: CrossEntropyArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _backward(args: CrossEntropyBackwardArgs) -> Tensor:
+    options = Options(*args[8:])
+
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss, lse, _ = entropy.forward(x, args.target, args.weight, Options(*args[8:]))
-        return loss, lse
+        losses, lse = entropy.row_losses(x, args.target, args.weight, options)
+        return entropy.reduced(losses, lse, args.totals, options), lse  # totals may be those of a larger batch
 
     return vjp(function, (args.logits,), (args.dloss, args.dlse))[0]
 
