@@ -24,7 +24,8 @@ SIZES = {
     "ignore_index": 3, "chunk_rows": 3,
 }  # fmt: skip
 RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize"}  # kernels are told of these
-FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}  # Python branches on the others: by their truth
+# Python branches on the others: by their truth
+FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}
 OTHER = {"dropout", "x"}  # must be 0; a tensor
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interp)]
 

@@ -57,7 +57,9 @@ def test_nothing_but_ignored_rows(reduction, place):
 @everywhere
 def test_infinities_and_nan(place):
     inf, nan = torch.inf, torch.nan
-    x = torch.tensor([[-inf, 1, 2], [0, -inf, 2], [inf, 1, 2], [nan, 1, 2], [-inf] * 3, [1, inf, inf]], device=place.device)
+    x = torch.tensor(
+        [[-inf, 1, 2], [0, -inf, 2], [inf, 1, 2], [nan, 1, 2], [-inf] * 3, [1, inf, inf]], device=place.device
+    )
     target = torch.tensor([0, 0, 1, 1, 0, 1], device=place.device)
     ours, theirs = both(x, target, {"reduction": "none"}, backend=place.backend)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -88,7 +90,9 @@ def test_the_gradient_over_the_logits(reduction, n, place):
     leaf = torch.randn(4, n, device=place.device, requires_grad=True)
     target = torch.tensor([0, n - 1, -100, 3], device=place.device)
     logits = leaf * 2
-    loss = ops.cross_entropy(logits, target, reduction=reduction, label_smoothing=0.1, inplace_grad=True, backend=place.backend)
+    loss = ops.cross_entropy(
+        logits, target, reduction=reduction, label_smoothing=0.1, inplace_grad=True, backend=place.backend
+    )
     wanted = F.cross_entropy(leaf * 2, target, reduction=reduction, label_smoothing=0.1)
     torch.testing.assert_close(loss, wanted)
     (gradient,) = torch.autograd.grad(wanted * 3, leaf, retain_graph=True)
@@ -132,7 +136,9 @@ def test_a_class_that_does_not_exist():
 def test_one_graph():
     leaf, target = torch.randn(4, 8, requires_grad=True), torch.tensor([1, 2, -100, 3])
     step = torch.compile(
-        lambda x: ops.cross_entropy(x * 1, target, label_smoothing=0.1, inplace_grad=True), fullgraph=True, backend="aot_eager"
+        lambda x: ops.cross_entropy(x * 1, target, label_smoothing=0.1, inplace_grad=True),
+        fullgraph=True,
+        backend="aot_eager",
     )
     loss, wanted = step(leaf), F.cross_entropy(leaf, target, label_smoothing=0.1)
     torch.testing.assert_close(loss, wanted)

@@ -1,4 +1,4 @@
-"""The kernel of `kernels/sm90` compiled for the host, a fiber for each thread of a cluster: loss and gradient of torch."""
+"""The kernel of `kernels/sm90` compiled for the host, a fiber for each thread: torch's loss and gradient."""
 
 import ctypes
 import shutil

@@ -86,7 +86,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_all_logits_never_exist():
-    """The gradients are smaller than two rows of logits here: what is larger than a chunk in float32 would be logits."""
+    """The gradients are smaller than two rows of logits here: what is larger than a chunk would be logits."""
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
     target = torch.randint(0, 1000, (64,))
     chunk = 4 * 1000 * 4

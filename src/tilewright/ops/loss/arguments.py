@@ -9,7 +9,6 @@ from tilewright.ops import rows
 from tilewright.ops.loss import entropy
 from tilewright.ops.loss.entropy import Options
 
-
 KERNELS = (
     "triton.cross_entropy",
     "sm90.cross_entropy_in_place",

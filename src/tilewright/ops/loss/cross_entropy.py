@@ -63,7 +63,7 @@ def cross_entropy(
     logits in a backward gets torch's error about a changed tensor.  For "mean" and "sum", and logits that are no leaf;
     without gradients of gradients, forward mode and return_z_loss.  torch.compile ignores it.
     A class outside 0 to V - 1 gives NaN on a GPU, and InputError under TILEWRIGHT_CHECK=1 and on a CPU.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda" where inplace_grad is, "triton", "torch") or raise BackendError.
     Raises InputError for other dtypes, shapes and options.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
@@ -119,7 +119,7 @@ def _backward(args: CrossEntropyBackwardArgs) -> Tensor:
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         losses, lse = entropy.row_losses(x, args.target, args.weight, options)
-        return entropy.reduced(losses, lse, args.totals, options), lse  # totals may be those of a larger batch
+        return entropy.reduced(losses, lse, args.totals.detach(), options), lse  # of a larger batch, it may be
 
     return vjp(function, (args.logits,), (args.dloss, args.dlse))[0]
 

@@ -16,7 +16,7 @@ from tilewright.ops.loss.entropy import Options
 
 
 class InPlaceArgs(NamedTuple):
-    """Of rows with a unit stride.   totals: of the batch that these rows are a part of; None: they are all of it."""
+    """Rows with a unit stride, and the options.   totals: those of the batch of which these rows are a part, if any."""
 
     logits: Tensor  # (M, V), written
     target: Tensor  # (M,)
@@ -104,14 +104,16 @@ def loss_in_place(args: CrossEntropyArgs, backend: str | None) -> Tensor:
     """The loss of `cross_entropy(inplace_grad=True)`, whose arguments were checked and where a gradient is wanted."""
     if args.reduction == "none":
         raise InputError(
-            "cross_entropy: inplace_grad needs the gradient of the loss in the forward, which reduction='none' does not "
-            'know. Use "mean" or "sum".'
+            "cross_entropy: inplace_grad needs the gradient of the loss in the forward, and reduction='none' has none "
+            'yet. Use "mean" or "sum".'
         )
     if has_tangent(args.logits):
-        raise InputError("cross_entropy: inplace_grad has no forward mode, and logits has a tangent. Drop inplace_grad.")
+        raise InputError(
+            "cross_entropy: inplace_grad has no forward mode, and logits has a tangent. Drop inplace_grad."
+        )
     if args.logits.is_leaf:
         raise InputError("cross_entropy: inplace_grad would write over logits that are a leaf. Drop inplace_grad.")
-    if args.logits.shape[1] > 1 and args.logits.stride(1) != 1 or 0 in args.logits.stride():
+    if (args.logits.shape[1] > 1 and args.logits.stride(1) != 1) or 0 in args.logits.stride():
         raise InputError(
             f"cross_entropy: inplace_grad needs a unit stride in each row and memory for each, logits has strides "
             f"{tuple(args.logits.stride())}. Pass them contiguous."
@@ -123,7 +125,7 @@ def loss_in_place(args: CrossEntropyArgs, backend: str | None) -> Tensor:
 class _InPlace(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, args: CrossEntropyArgs, backend: str | None) -> Tensor:
-        written = logits.detach()  # shares memory and version, so that whoever saved the logits learns of the write
+        written = logits.detach()  # the same memory and version: a backward that saved logits learns of the write
         loss: Tensor = IN_PLACE(written, *args[1:3], None, None, *args[3:], *resolve(backend))[0]
         torch.autograd.graph.increment_version(written)
         ctx.save_for_backward(written)
@@ -133,7 +135,8 @@ class _InPlace(Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             raise InputError(
-                "cross_entropy(inplace_grad=True) has no gradient of its gradient: the logits are gone. Drop inplace_grad."
+                "cross_entropy(inplace_grad=True) has no gradient of its gradient: the logits are overwritten. "
+                "Drop inplace_grad."
             )
         (gradient,) = ctx.saved_tensors
         return scaled(gradient, dloss), None, None

@@ -133,9 +133,9 @@ BACKWARD = RawOp(
 def check(args: LinearCrossEntropyArgs) -> None:
     """Raise InputError for what the docstring of `linear_cross_entropy` excludes."""
     hidden, weight, bias = args.hidden, args.weight, args.bias
-    given = {"hidden": hidden, "weight": weight, **({} if bias is None else {"bias": bias})}
-    rows.check_floating(OP, **given)
-    for name, t in given.items():
+    tensors = {"hidden": hidden, "weight": weight, **({} if bias is None else {"bias": bias})}
+    rows.check_floating(OP, **tensors)
+    for name, t in tensors.items():
         if t.dtype != hidden.dtype:
             raise InputError(f"{OP}: {name} is {t.dtype}, hidden is {hidden.dtype}; they must have one dtype.")
     if hidden.dim() != 2 or hidden.shape[1] == 0:

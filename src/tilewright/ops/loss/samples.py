@@ -66,9 +66,10 @@ EDGE_CASES = (
     Workload("all: every option, mean", {"M": 11, "N": 80, **_ALL}),
     Workload("all_sum: every option, sum", {"M": 11, "N": 77, **_ALL, "reduction": "sum"}),
     Workload("all_none: every option, a loss for each row", {"M": 11, "N": 80, **_ALL, "reduction": "none"}),
-    Workload("int32: targets of 32 bits, another ignore_index", {
-        "M": 8, "N": 64, "index_dtype": torch.int32, "ignore_index": 3, "ignored": 0.3,
-    }),  # fmt: skip
+    Workload(
+        "int32: targets of 32 bits, another ignore_index",
+        {"M": 8, "N": 64, "index_dtype": torch.int32, "ignore_index": 3, "ignored": 0.3},
+    ),
     Workload("batch: more dimensions", {"M": 5, "N": 72, "batch": 2, "reduction": "none"}),
     Workload("masked: a low number in some rows", {"M": 6, "N": 300, "hidden": -1e4}),
     Workload("peaked: large logits", {"M": 8, "N": 512, "scale": 8.0}),
@@ -78,8 +79,8 @@ EDGE_CASES = (
 
 def _bad(name: str, match: str, **changes: Any) -> BadInput:
     def make(device: torch.device) -> Sample:
-        given = {"logits": torch.ones(4, 8), "target": torch.zeros(4, dtype=torch.int64), **changes}
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
+        arguments = {"logits": torch.ones(4, 8), "target": torch.zeros(4, dtype=torch.int64), **changes}
+        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
         return Sample((moved.pop("logits"), moved.pop("target")), moved)
 
     return BadInput(name, make, match)

@@ -74,5 +74,8 @@ def gradient_outputs(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardAr
     return (
         (tuple(hidden.shape) if args.need_dhidden else (0,), hidden.dtype),
         (tuple(weight.shape) if args.need_dweight else (0,), weight.dtype),
-        (tuple(bias.shape) if args.need_dbias and bias is not None else (0,), weight.dtype if bias is None else bias.dtype),
+        (
+            tuple(bias.shape) if args.need_dbias and bias is not None else (0,),
+            weight.dtype if bias is None else bias.dtype,
+        ),
     )

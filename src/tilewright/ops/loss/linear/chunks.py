@@ -28,8 +28,8 @@ def rows_of_chunk(m: int, classes: int, itemsize: int) -> int:
     if most >= m:
         return m
     most = max(1, most // _TILE * _TILE or most)
-    chunks = -(-m // most)
-    return min(most, -(-(-(-m // chunks)) // _TILE) * _TILE)
+    even = -(-m // -(-m // most))
+    return min(most, -(-even // _TILE) * _TILE)
 
 
 def _chunks(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) -> Iterator[tuple[slice, Tensor]]:
@@ -55,7 +55,7 @@ class _Gradients:
         self.begun = False
 
     def add(self, chunk: slice, dlogits: Tensor) -> None:
-        """Add the share of a chunk, whose dlogits are given."""
+        """Add the share of a chunk, whose dlogits are arguments."""
         args, (dhidden, dweight, _) = self.args, self.outs
         hidden = args.hidden[chunk]
         if args.need_dhidden:
@@ -89,8 +89,8 @@ def forward(run: Run, outs: Sequence[Tensor], args: LinearCrossEntropyArgs) -> N
     losses, rest, unused = torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(totals)
     for chunk, logits in _chunks(args):
         _logits(run, logits, args.hidden[chunk], args.weight, args.bias)
-        given = CrossEntropyArgs(logits, args.target[chunk], args.class_weight, *plain)
-        run(cross_entropy.FORWARD, (losses[chunk], lse[chunk], rest[chunk], unused), *given)
+        arguments = CrossEntropyArgs(logits, args.target[chunk], args.class_weight, *plain)
+        run(cross_entropy.FORWARD, (losses[chunk], lse[chunk], rest[chunk], unused), *arguments)
     loss.copy_(entropy.reduced(losses, lse, totals, options))
 
 
@@ -98,30 +98,36 @@ def _with_gradients(
     run: Run, loss: Tensor, lse: Tensor, totals: Tensor, outs: Sequence[Tensor], args: LinearCrossEntropyArgs
 ) -> None:
     """The loss of a chunk and its gradient in one launch; reductions other than "none"."""
-    sums, made = torch.empty_like(loss), _Gradients(run, args, outs)
+    sums, gradients = torch.empty_like(loss), _Gradients(run, args, outs)
     loss.zero_()
     for chunk, logits in _chunks(args):
         _logits(run, logits, args.hidden[chunk], args.weight, args.bias)
-        given = InPlaceArgs(
-            logits, args.target[chunk], args.class_weight, None, totals, *options_of(args)
-        )
-        run(IN_PLACE, (sums, lse[chunk]), *given)
+        arguments = InPlaceArgs(logits, args.target[chunk], args.class_weight, None, totals, *options_of(args))
+        run(IN_PLACE, (sums, lse[chunk]), *arguments)
         loss += sums
-        made.add(chunk, logits)
-    made.finish()
+        gradients.add(chunk, logits)
+    gradients.finish()
 
 
 def backward(run: Run, outs: Sequence[Tensor], args: LinearCrossEntropyBackwardArgs) -> None:
     """The gradients, from logits that are computed again."""
-    made = _Gradients(run, args, outs)
+    gradients = _Gradients(run, args, outs)
     of_rows = args.reduction == "none"
     for chunk, logits in _chunks(args):
         _logits(run, logits, args.hidden[chunk], args.weight, args.bias)
         dloss = args.dloss[chunk] if of_rows and args.dloss is not None else args.dloss
         dlse = None if args.dlse is None else args.dlse[chunk]
-        given = CrossEntropyBackwardArgs(
-            logits, args.target[chunk], args.class_weight, args.lse[chunk], None, args.totals, dloss, dlse, *options_of(args)
+        arguments = CrossEntropyBackwardArgs(
+            logits,
+            args.target[chunk],
+            args.class_weight,
+            args.lse[chunk],
+            None,
+            args.totals,
+            dloss,
+            dlse,
+            *options_of(args),
         )
-        run(cross_entropy.BACKWARD, logits, *given)
-        made.add(chunk, logits)
-    made.finish()
+        run(cross_entropy.BACKWARD, logits, *arguments)
+        gradients.add(chunk, logits)
+    gradients.finish()

@@ -59,11 +59,11 @@ class _OnePass(Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, target, class_weight, *gradients = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
+        needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # a graph of the gradient is wanted
             args = ctx.options._replace(target=target, class_weight=class_weight)
             inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
-            made = vjp(lambda *given: reference.loss(*given, args=args), inputs, (dloss,))
-            gradients = [*made, None][:3]
-            return *(g if w else None for g, w in zip(gradients, wanted, strict=True)), None, None, None
-        return *(scaled(g, dloss) if w else None for g, w in zip(gradients, wanted, strict=True)), None, None, None
+            results = vjp(lambda *tensors: reference.loss(*tensors, args=args), inputs, (dloss,))
+            gradients = [*results, None][:3]
+            return *(g if w else None for g, w in zip(gradients, needs, strict=True)), None, None, None
+        return *(scaled(g, dloss) if w else None for g, w in zip(gradients, needs, strict=True)), None, None, None

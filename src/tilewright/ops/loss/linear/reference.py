@@ -16,9 +16,7 @@ def _loss(
     return entropy.forward(logits, args.target, args.class_weight, options_of(args))
 
 
-def loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, args: LinearCrossEntropyArgs
-) -> Tensor:
+def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, args: LinearCrossEntropyArgs) -> Tensor:
     """The loss of these tensors, which autograd differentiates; other arguments are those of `args`."""
     return _loss(hidden, weight, bias, args)[0]
 
@@ -32,11 +30,15 @@ def _gradients(
         loss, lse, _ = _loss(hidden, weight, bias, args)
         return loss, lse
 
-    made = vjp(function, inputs, (dloss, dlse))
-    empty = args.hidden.new_empty(0), args.weight.new_empty(0), (args.weight if args.bias is None else args.bias).new_empty(0)
-    wanted = args.need_dhidden, args.need_dweight, args.need_dbias and args.bias is not None
-    given = (*made, None)[:3]
-    dhidden, dweight, dbias = (g if w and g is not None else e for g, w, e in zip(given, wanted, empty, strict=True))
+    results = vjp(function, inputs, (dloss, dlse))
+    empty = (
+        args.hidden.new_empty(0),
+        args.weight.new_empty(0),
+        (args.weight if args.bias is None else args.bias).new_empty(0),
+    )
+    needs = args.need_dhidden, args.need_dweight, args.need_dbias and args.bias is not None
+    gradients = (*results, None)[:3]
+    dhidden, dweight, dbias = (g if w and g is not None else e for g, w, e in zip(gradients, needs, empty, strict=True))
     return dhidden, dweight, dbias
 
 
@@ -45,7 +47,11 @@ def forward(args: LinearCrossEntropyArgs) -> tuple[Tensor, ...]:
     loss, lse, totals = _loss(args.hidden, args.weight, args.bias, args)
     if args.need_dhidden or args.need_dweight or args.need_dbias:
         return loss, lse, totals, *_gradients(args, loss.new_ones(loss.shape), None)
-    empty = args.hidden.new_empty(0), args.weight.new_empty(0), (args.weight if args.bias is None else args.bias).new_empty(0)
+    empty = (
+        args.hidden.new_empty(0),
+        args.weight.new_empty(0),
+        (args.weight if args.bias is None else args.bias).new_empty(0),
+    )
     return loss, lse, totals, *empty
 
 

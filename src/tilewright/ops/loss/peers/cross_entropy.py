@@ -1,17 +1,7 @@
-"""Other cross entropies: torch's own, which rounds the loss to the dtype of the logits, Liger's and quack's."""
-
-import torch.nn.functional as F
+"""Other cross entropies: Liger's and quack's.  torch's own is in the reference, so the peer "eager"."""
 
 from tilewright.dispatch import Sample
 from tilewright.ops.peer import Call, LibraryPeer
-
-
-def _torch(sample: Sample) -> Call | None:
-    x, target = sample.args
-    options = dict(sample.kwargs)
-    if options.pop("z_loss", 0.0) or options.pop("softcap", None) or x.dim() != 2:
-        return None
-    return lambda: F.cross_entropy(x, target, **options)
 
 
 def _liger(sample: Sample) -> Call | None:
@@ -38,7 +28,6 @@ def _quack(sample: Sample) -> Call | None:
 
 
 PEERS = (
-    LibraryPeer("torch", None, _torch),
     LibraryPeer("liger", "liger_kernel", _liger),
     LibraryPeer("quack", "quack", _quack),
 )

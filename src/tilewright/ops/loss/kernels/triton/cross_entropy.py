@@ -50,7 +50,7 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> RowConfig:
 
 
 def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PartConfig:
-    # H200, 2026-11: one warp with four vectors a thread in flight is the fastest of five forms from 1000 to 128256 columns
+    # H200, 2026-11: one warp with four vectors a thread is the fastest of five forms from 1000 to 128256 columns
     return PartConfig(min(triton.next_power_of_2(bucket.N), 1024 if dtype.itemsize == 2 else 512), 1)
 
 
@@ -64,7 +64,9 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[PartCon
 
 
 _WIDTHS = tuple(1 << k for k in range(18))
-CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32)))
+CONFIGS = tuple(
+    dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32))
+)
 BACKWARD_CONFIGS = tuple(
     dict.fromkeys(configure_backward(RowsBucket(4096, n), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32))
 )
@@ -92,7 +94,16 @@ def launch(outs: tuple[Tensor, ...], args: CrossEntropyArgs, config: RowConfig) 
         options.label_smoothing, options.z_loss, options.softcap,
     )  # fmt: skip
     z = options.z_loss != 0 and not reduced
-    constants = (config.steps, lanes(config.num_warps, x.dtype), config.num_stages, is_aligned(x), softcap, smooth, weighted, z)
+    constants = (
+        config.steps,
+        lanes(config.num_warps, x.dtype),
+        config.num_stages,
+        is_aligned(x),
+        softcap,
+        smooth,
+        weighted,
+        z,
+    )
     _rows((m,), parameters, constants, num_warps=config.num_warps)
     if reduced:
         reduce_rows(loss, totals, rows, lse, target, weight, n, options, count=True)

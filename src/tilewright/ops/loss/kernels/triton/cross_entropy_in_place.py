@@ -58,7 +58,9 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[InPlaceConfig, .
 
 
 _WIDTHS = tuple(1 << k for k in range(18))
-CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32)))
+CONFIGS = tuple(
+    dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32))
+)
 
 
 @register_kernel(

@@ -146,7 +146,7 @@ def row_statistics(
                 edge *= w
             weighted += tl.sum(tl.where(mask, edge, 0.0), 0)
     if not WEIGHTED:
-        weights = (N * 1.0)
+        weights = N * 1.0
     return row_max, total, weighted, weights
 
 
@@ -181,7 +181,7 @@ def cross_entropy_rows_kernel(
     STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr, ALIGNED: tl.constexpr,
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ADD_Z: tl.constexpr,
 ):  # fmt: skip
-    """Cross entropy and logsumexp of each row, and what of the latter was rounded off; ADD_Z: the z-loss is in the loss."""
+    """Cross entropy and logsumexp of each row, and what of the latter was rounded off; ADD_Z: with the z-loss."""
     row = tl.program_id(0).to(tl.int64)
     start = row * stride_x
     t, is_row, is_class, w_t = target_of(target, weight, row, N, ignore_index, WEIGHTED)
@@ -231,7 +231,7 @@ def batch_kernel(
     if COUNT:
         count = tl.sum(count_i, 0).to(tl.float32)
         of_rows = count
-        of_classes = (N * 1.0)
+        of_classes = N * 1.0
         if WEIGHTED:
             of_rows = tl.sum(weights_i, 0)
             if SMOOTH:
@@ -291,7 +291,7 @@ def gradient_of(
     part, columns, mask, weight, t, shift, rest, of_p, of_target, of_weight, softcap,
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some logits of a row, float32, with p = e^(x - shift - rest); `part` is -inf where there are none."""
+    """The gradient of some logits of a row, float32, with p = e^(x - shift - rest); `part` is -inf beyond its end."""
     x, tanh = capped(part, softcap, SOFTCAP, PRECISE)
     x = x - shift
     if PRECISE:
@@ -310,8 +310,8 @@ def gradient_of(
 
 @triton.jit
 def cross_entropy_gradient_kernel(
-    dx, x, target, weight, lse, rest, totals, dloss, dlse, N, parts, stride_dx, stride_x, ignore_index, smoothing, z_loss,
-    softcap,
+    dx, x, target, weight, lse, rest, totals, dloss, dlse, N, parts, stride_dx, stride_x, ignore_index, smoothing,
+    z_loss, softcap,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, ALIKE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr,
     WEIGHTED: tl.constexpr, MEAN: tl.constexpr, VECTOR_DLOSS: tl.constexpr, HAS_DLOSS: tl.constexpr,
     HAS_DLSE: tl.constexpr, Z: tl.constexpr, HAS_REST: tl.constexpr,
@@ -344,7 +344,7 @@ def cross_entropy_gradient_kernel(
     if ALIKE and not ALIGNED:
         to = dx + (start_dx + (VECTOR - 1)) // VECTOR * VECTOR
     tl.store(to + offs, value.to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    if not ALIGNED:
+    if not ALIGNED:  # noqa: SIM102 - known to the compiler
         if part_idx == 0:
             columns, exists = edges(head, body, N, VECTOR)
             edge = tl.load(x + start + columns, mask=exists & is_row, other=float("-inf")).to(tl.float32)
@@ -399,7 +399,9 @@ def cross_entropy_in_place_kernel(
         totals, dloss, dloss, row, is_row, w_t, lse_i, weights, N, smoothing, z_loss,
         MEAN, VECTOR_DLOSS, HAS_DLOSS, False, SMOOTH, Z,
     )  # fmt: skip
-    of_p = tl.where(is_row, of_p * tl.div_rn(1.0, total), 0.0)  # p = e^(x - row_max) / total is exact where x is row_max
+    of_p = tl.where(
+        is_row, of_p * tl.div_rn(1.0, total), 0.0
+    )  # p = e^(x - row_max) / total is exact where x is row_max
     offs = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     last = HELD + (tl.cdiv(body - HELD, STEP) - 1) * STEP
     for back in tl.range(0, body - HELD, STEP, num_stages=NUM_STAGES):
@@ -407,8 +409,8 @@ def cross_entropy_in_place_kernel(
         mask = offs < body - first
         part = tl.load(x + begin + first + offs, mask=mask & is_row, other=float("-inf"), eviction_policy="evict_first")
         value = gradient_of(
-            part.to(tl.float32), head + first + offs, mask & is_row, weight, t, row_max, 0.0, of_p, of_target, of_weight,
-            softcap, SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
+            part.to(tl.float32), head + first + offs, mask & is_row, weight, t, row_max, 0.0, of_p, of_target,
+            of_weight, softcap, SOFTCAP, SMOOTH, WEIGHTED, PRECISE,
         )  # fmt: skip
         value = tl.where(is_row, value, 0.0).to(x.dtype.element_ty)
         tl.store(x + begin + first + offs, value, mask=mask, eviction_policy="evict_first")
