@@ -25,8 +25,8 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     target[torch.rand(shape, generator=g) < params.get("ignored", 0.0)] = params.get("ignore_index", -100)
     kwargs = {name: params[name] for name in _OPTIONS if name in params}
     if params.get("weight"):
-        of = torch.float32 if params["weight"] is True else params["weight"]
-        kwargs["weight"] = (0.5 + torch.rand((n,), generator=g)).to(device, of)
+        precision = torch.float32 if params["weight"] is True else params["weight"]
+        kwargs["weight"] = (0.5 + torch.rand((n,), generator=g)).to(device, precision)
     return Sample((logits, target.to(device, params.get("index_dtype", torch.int64))), kwargs)
 
 

@@ -22,7 +22,7 @@ class RowConfig(NamedTuple):
 
 
 def row_config(bucket: RowsBucket, dtype: torch.dtype, steps: int, num_warps: int) -> RowConfig:
-    """As many warps as the row has work for, up to `num_warps`."""
+    """Gives a row as many warps as it has work for, up to `num_warps`."""
     vectors = triton.next_power_of_2(-(-bucket.N * dtype.itemsize // 16))
     warps = min(num_warps, max(1, vectors // 32))
     return RowConfig(min(steps, max(1, vectors // (32 * warps))), warps)
