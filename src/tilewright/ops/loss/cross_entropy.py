@@ -167,7 +167,7 @@ def _save(args: CrossEntropyArgs, outputs: tuple[Tensor, ...]) -> tuple[Tensor |
 
 def _raw_args(grads: Any, saved: Any, args: CrossEntropyArgs, needs: Any) -> CrossEntropyBackwardArgs:
     dloss, dlse, *_ = grads  # the others are no functions of the logits
-    return CrossEntropyBackwardArgs(*saved, dloss, dlse, *args[3:])
+    return CrossEntropyBackwardArgs(*saved, dloss, dlse, *args[3:])  # type: ignore[call-arg]
 
 
 CONTRACT = register(

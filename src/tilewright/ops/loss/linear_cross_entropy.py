@@ -9,7 +9,6 @@ from tilewright.dispatch.arguments import as_int
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.loss import entropy
-from tilewright.ops.loss.entropy import Options
 from tilewright.ops.loss.linear import chunks, one_pass, samples
 from tilewright.ops.loss.linear import reference as plain
 from tilewright.ops.loss.linear.args import (
@@ -156,9 +155,9 @@ def _save(args: LinearCrossEntropyArgs, outputs: tuple[Tensor, ...]) -> tuple[Te
 
 
 def _raw_args(grads: Any, saved: Any, args: LinearCrossEntropyArgs, needs: Any) -> LinearCrossEntropyBackwardArgs:
-    dloss, dlse, *_ = grads
+    numbers = (*grads[:2], *options_of(args), args.chunk_rows)  # the other outputs have no gradient
     flags = bool(needs.hidden), bool(needs.weight), bool(needs.bias)
-    return LinearCrossEntropyBackwardArgs(*saved, dloss, dlse, *Options(*args[5:10]), args.chunk_rows, *flags)
+    return LinearCrossEntropyBackwardArgs(*saved, *numbers, *flags)  # type: ignore[call-arg]
 
 
 CONTRACT = register(

@@ -1,6 +1,6 @@
 """The raw arguments of `linear_cross_entropy`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -65,10 +65,7 @@ def options_of(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) ->
     return Options(args.ignore_index, args.label_smoothing, args.z_loss, args.softcap, args.reduction)
 
 
-Outputs = tuple[tuple[tuple[int, ...], object], ...]
-
-
-def gradient_outputs(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) -> Outputs:
+def gradient_outputs(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) -> tuple[Any, ...]:
     """Shapes and dtypes of dhidden, dweight, dbias; (0,) for those that are not wanted."""
     hidden, weight, bias = args.hidden, args.weight, args.bias
     return (

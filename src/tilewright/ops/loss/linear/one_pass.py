@@ -52,7 +52,7 @@ class _OnePass(Function):
         flags = ctx.needs_input_grad[:3]
         args = args._replace(need_dhidden=flags[0], need_dweight=flags[1], need_dbias=flags[2])
         result, _, _, *gradients = call(contract, args, backend)
-        ctx.options = args._replace(hidden=None, weight=None, bias=None, target=None, class_weight=None)
+        ctx.options = args[5:]
         ctx.save_for_backward(hidden, weight, bias, args.target, args.class_weight, *gradients)
         return result
 
@@ -61,7 +61,7 @@ class _OnePass(Function):
         hidden, weight, bias, target, class_weight, *gradients = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # a graph of the gradient is wanted
-            args = ctx.options._replace(target=target, class_weight=class_weight)
+            args = LinearCrossEntropyArgs(hidden, weight, target, bias, class_weight, *ctx.options)
             inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
             results = vjp(lambda *tensors: reference.loss(*tensors, args=args), inputs, (dloss,))
             gradients = [*results, None][:3]
