@@ -252,6 +252,21 @@ def softmax(draw: Draw, model: Model) -> Sizes:
     return Sizes(part, {"M": m, "N": n}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)
 
 
+def cross_entropy(draw: Draw, model: Model) -> Sizes | None:
+    """The loss over a vocabulary, also smoothed, with a z-loss, and of capped logits."""
+    m = tokens(draw)
+    options = draw.pick(({}, {}, {"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"softcap": 30.0}))
+    params = {"M": m, "N": model.vocab, "ignored": draw.pick((0.0, 0.3)), **options}
+    return Sizes("vocabulary", params, floating(draw), 2 * m * model.vocab, trained=m >= TRAINING_ROWS)
+
+
+def linear_cross_entropy(draw: Draw, model: Model) -> Sizes | None:
+    """The last layer and its loss."""
+    m = min(tokens(draw), 8192)
+    sizes = {"M": m, "N": model.vocab, "K": model.hidden}
+    return Sizes("lm_head", sizes, half(draw), trained=m >= TRAINING_ROWS, **_product(m, model.vocab, model.hidden))
+
+
 def apply_rope(draw: Draw, model: Model) -> Sizes:
     """Queries and keys of a batch, of decoding, or of packed sequences with positions."""
     heads = part_of(draw, model.heads)
@@ -319,6 +334,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "apply_penalties": (1, apply_penalties),
     "apply_rope": (2, apply_rope),
     "bmm": (2, bmm),
+    "cross_entropy": (2, cross_entropy),
     "dequantize": (1, dequantize),
     "dequantize_weight": (1, dequantize_weight),
     "fmha": (6, fmha),
@@ -340,6 +356,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "kv_copy_pages_": (1, kv_copy_pages),
     "kv_gather": (1, kv_gather),
     "layer_norm": (1, layer_norm),
+    "linear_cross_entropy": (1, linear_cross_entropy),
     "masked_matmul": (2, masked_matmul),
     "matmul": (6, matmul),
     "merge_states": (1, merge_states),

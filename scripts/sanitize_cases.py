@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from sanitize_attention import ATTENTION_RUNS
+from sanitize_loss import LOSS_RUNS
 from sanitize_moe import MOE_RUNS
 from sanitize_sampling import SAMPLING_RUNS
 from sanitize_values import DEVICE, HALF, UNWRITTEN, drawn, near, unwritten
@@ -251,6 +252,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("tensor cast", tensor_cast, TENSOR_CASTS),
         ("weight only", integer_weights, WEIGHT_ONLY),
         *ATTENTION_RUNS,
+        *LOSS_RUNS,
         *MOE_RUNS,
         *SAMPLING_RUNS,
     )

@@ -19,6 +19,11 @@ def announce(modules: Mapping[str, str]) -> None:
     _modules.update(modules)
 
 
+def announced(name: str) -> bool:
+    """Does a module declare op `name`?"""
+    return name in _modules
+
+
 def load(name: str) -> None:
     """Import the module that declares op `name`; every module where none does, so that an error can name all ops."""
     if name not in _modules:

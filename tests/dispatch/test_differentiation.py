@@ -20,6 +20,7 @@ LATENT = {"B": 1, "H": 2, "S": 4, "D": 8, "D_pe": 4, "D_v": 6}
 STATES = {"N": 3, "B": 1, "H": 2, "S": 3, "D": 4}
 ROUTED = {"M": 3, "N": 6, "K": 2}
 MOVED = {"M": 4, "N": 6, "E": 3, "K": 2}
+ENTROPY = {"M": 4, "N": 5, "ignored": 0.3}
 ROTARY = {"B": 1, "S": 3, "H": 2, "H_kv": 1, "D": 8}
 PROBLEMS = {
     "rms_norm": [ROWS, {**ROWS, "offset": 1.0}, {**ROWS, "fp32_weight": True}],
@@ -47,6 +48,14 @@ PROBLEMS = {
     "moe_permute": [MOVED],
     "moe_unpermute": [MOVED],
     "fused_moe": [{"M": 4, "E": 3, "K": 2, "H": 8, "I": 6}],
+    "cross_entropy": [
+        ENTROPY,
+        {**ENTROPY, "weight": True, "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 2.0, "reduction": "none"},
+    ],
+    "linear_cross_entropy": [
+        {**ENTROPY, "K": 4, "bias": True, "chunk_rows": 2},
+        {**ENTROPY, "K": 4, "z_loss": 0.1, "reduction": "none"},
+    ],
     "merge_states": [STATES, {**STATES, "form": "pair"}, {**STATES, "blind": 1}],
 }
 CASES = [(name, problem) for name in SUBJECTS for problem in PROBLEMS[name]]  # an op without a problem is an error

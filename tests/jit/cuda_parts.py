@@ -38,6 +38,7 @@ from tilewright.ops.gemm.kernels.sm90.dense_kernel import GemmType
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
 from tilewright.ops.gemm.scaled.args import plain_scaled_args
 from tilewright.ops.gemm.scaled.scaling import Scaling
+from tilewright.ops.loss.kernels.sm90 import cross_entropy_in_place as entropy_cuda
 from tilewright.ops.moe.kernels.sm90 import expert_rows
 from tilewright.ops.quant.kernels.sm90 import per_tensor_cast
 from tilewright.ops.quant.layout import TOKEN
@@ -219,6 +220,12 @@ def fmha_backward(d: int, config: tuple[Any, ...], documents: bool = False) -> t
     return tuple(job.key[2] for job in collector.jobs)  # type: ignore[index]
 
 
+def entropy_params(element, *, kSmooth=False, kMean=True, kRows=False, kGiven=False):
+    """Of rows held by 512 threads."""
+    flags = {"kSmooth": kSmooth, "kMean": kMean, "kRows": kRows, "kGiven": kGiven}
+    return entropy_cuda.Params(*entropy_cuda.CONFIGS[0], element, torch.int64, **flags)
+
+
 def latent_backward(documents: bool = False) -> tuple[Any, ...]:
     """The same at DeepSeek's widths, with rotated parts; no Triton kernel, which the interpreter cannot collect."""
     q, q_pe = (torch.empty(1, 2, 64, width, dtype=torch.bfloat16) for width in (128, 64))
@@ -372,6 +379,9 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (mla_backward.KERNEL, latent_backward()[1], {"HGMMA": 88, "UTMALDG": 7, "UTMASTG": 1}),
     (mla_backward.KERNEL, latent_backward(documents=True)[2], {"HGMMA": 88, "UTMALDG": 7, "UTMASTG": 1}),
     (mla_backward.POSTPROCESS, latent_backward()[2], {}),
+    # Losses
+    (entropy_cuda.KERNEL, entropy_params(torch.bfloat16), {}),
+    (entropy_cuda.KERNEL, entropy_params(torch.float32, kSmooth=True, kMean=False, kRows=True, kGiven=True), {}),
     # Sampling
     (greedy_cuda.KERNEL, greedy_cuda.Params(256, torch.float32), {}),
     (greedy_cuda.KERNEL, greedy_cuda.Params(256, torch.float16), {}),

@@ -81,6 +81,6 @@ def test_every_op_has_a_test_of_its_name(name):
 @pytest.mark.parametrize("name", OPS)
 def test_every_kernel_that_a_contract_lists_is_a_file(name):
     modules = [module for modules in listed_kernels(name).values() for module in modules]
-    assert modules
+    assert modules or contracts()[name].forward.compose is not None
     for module in modules:
         assert (ROOT / "src" / Path(*module.split("."))).with_suffix(".py").is_file()

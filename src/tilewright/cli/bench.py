@@ -27,7 +27,7 @@ def bench_suite(
         typer.Argument(
             metavar="[SUITE]",
             help="norm, activation, rope, softmax, gemm, gemm_fp8, grouped, quant, weight_only, attention, decode, "
-            "sampling, kvcache, moe, all, or an op.",
+            "sampling, kvcache, moe, loss, all, or an op.",
         ),
     ] = None,
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,

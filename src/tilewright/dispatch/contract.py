@@ -139,10 +139,9 @@ class Contract:
 
     @property
     def raw_ops(self) -> tuple[RawOp, ...]:
-        """The raw ops that backends implement: the forward, and the backward where it is not composed of other ops."""
-        if self.gradient is None or self.gradient.op.compose is not None:
-            return (self.forward,)
-        return self.forward, self.gradient.op
+        """The raw ops that backends implement: forward and backward where they are not composed of other ops."""
+        ops = (self.forward,) if self.gradient is None else (self.forward, self.gradient.op)
+        return tuple(op for op in ops if op.compose is None)
 
 
 _contracts: dict[str, Contract] = {}

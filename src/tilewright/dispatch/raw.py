@@ -61,7 +61,8 @@ class RawOp:
     mutates       tensors among the arguments that the op writes into, such as a cache; arguments of the public function
                   have the same names.  Such an op may have no outputs: `count` is 0.
     compose       (run, outs, args) -> None, of an op that no backend implements, because it is made of others:
-                  `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
+                  `run(op, out, *args)` has one of them written into `out`, a tuple where it has several outputs,
+                  by the backend that its own sizes choose
     """
 
     op: str
@@ -278,13 +279,15 @@ class RawOp:
             if lacking is not None:
                 raise InputError(f"{self.op}(out=...) has strides {out.stride()}; needs {lacking}.")
 
-    def write(self, out: Tensor, args: Sequence[Any], backend: str, numerics: str) -> None:
-        """Compute the one output into `out` without torch's dispatcher: how a composed op runs its parts."""
-        signature = replay.lookup(self, args, backend, numerics, (out,))
+    def write(self, out: Tensor | tuple[Tensor, ...], args: Sequence[Any], backend: str, numerics: str) -> None:
+        """Compute the outputs into `out` without torch's dispatcher: how a composed op runs its parts."""
+        outs = out if isinstance(out, tuple) else (out,)
+        signature = replay.lookup(self, args, backend, numerics, outs)
         if signature is None:
-            (self._fake if is_fake(out) else self._run)(*args, backend, numerics, out0=out)
-        elif signature[0] is None or replay.replay(self, signature, args, (out,)) is None:
-            replay.record(self, signature, args, backend, numerics, (out,))
+            run = self._fake if is_fake(outs[0]) else self._run
+            run(*args, backend, numerics, **{f"out{i}": each for i, each in enumerate(outs)})
+        elif signature[0] is None or replay.replay(self, signature, args, outs) is None:
+            replay.record(self, signature, args, backend, numerics, outs)
 
     def allocate(self, args: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""

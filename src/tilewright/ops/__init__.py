@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tilewright.ops.kvcache.kv_gather import kv_gather
     from tilewright.ops.kvcache.mla_kv_append_ import mla_kv_append_
     from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
+    from tilewright.ops.loss.cross_entropy import cross_entropy
+    from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
     from tilewright.ops.moe.fused_moe import fused_moe
     from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
     from tilewright.ops.moe.moe_align import moe_align
@@ -76,6 +78,7 @@ __all__ = [
     "apply_penalties",
     "apply_rope",
     "bmm",
+    "cross_entropy",
     "dequantize",
     "dequantize_weight",
     "fmha",
@@ -97,6 +100,7 @@ __all__ = [
     "kv_copy_pages_",
     "kv_gather",
     "layer_norm",
+    "linear_cross_entropy",
     "masked_matmul",
     "matmul",
     "merge_states",
@@ -147,6 +151,7 @@ _FAMILIES = {
         "splitk_reduce",
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
+    "loss": ("cross_entropy", "linear_cross_entropy"),
     "moe": ("fused_moe", "fused_moe_fp8", "moe_align", "moe_permute", "moe_unpermute", "topk_sigmoid", "topk_softmax"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (

@@ -35,5 +35,8 @@ def install() -> None:
 
 
 def _public(name: str) -> str:
-    """The public op that a raw one, `_rms_norm_fwd`, belongs to."""
-    return name.removeprefix("_").removesuffix("_fwd").removesuffix("_bwd") if name.startswith("_") else name
+    """The public op that a raw one, `_rms_norm_fwd`, belongs to: its name ends in what the raw op does."""
+    public = name.removeprefix("_")
+    while public != name and "_" in public and not catalogue.announced(public):
+        public = public.rpartition("_")[0]
+    return public

@@ -1,0 +1,1 @@
+"""Kernels of losses, a folder for each target."""

@@ -1,0 +1,1 @@
+"""The parts of `linear_cross_entropy`."""
