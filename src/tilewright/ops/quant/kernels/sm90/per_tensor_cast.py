@@ -34,6 +34,8 @@ class Config(NamedTuple):
     threads: int
     register_rows: int
     shared_rows: int
+    stores: int = 0
+    shared_last: bool = False
 
 
 class Params(NamedTuple):
@@ -42,6 +44,8 @@ class Params(NamedTuple):
     kThreads: int
     kRegisterRows: int
     kSharedRows: int
+    kStores: int
+    kSharedLast: bool
     Element: torch.dtype
 
 
@@ -69,7 +73,11 @@ _FILE = Path(__file__).with_name("per_tensor_cast.cuh")
 PREPARE = CudaKernel(_FILE, "cast_prepare", PrepareArgs, archs=("sm_90",), dependent=True)
 KERNEL = CudaKernel(_FILE, "per_tensor_cast", Args, archs=("sm_90",), dependent=True, cooperative=True)
 
-CONFIGS = (Config(512, register_rows=20, shared_rows=28), Config(1024, register_rows=6, shared_rows=14))
+CONFIGS = (
+    Config(512, register_rows=20, shared_rows=28),
+    Config(1024, register_rows=6, shared_rows=14),
+    *(Config(512, 20, 28, stores, last) for stores in (0, 1, 2) for last in (False, True)),
+)
 """More rows would spill registers."""
 
 
