@@ -34,9 +34,6 @@ class Config(NamedTuple):
     threads: int
     register_rows: int
     shared_rows: int
-    stores: int = 0
-    shared_last: bool = False
-
 
 class Params(NamedTuple):
     """The compile-time constants of per_tensor_cast."""
@@ -44,8 +41,6 @@ class Params(NamedTuple):
     kThreads: int
     kRegisterRows: int
     kSharedRows: int
-    kStores: int
-    kSharedLast: bool
     Element: torch.dtype
 
 
@@ -73,22 +68,18 @@ _FILE = Path(__file__).with_name("per_tensor_cast.cuh")
 PREPARE = CudaKernel(_FILE, "cast_prepare", PrepareArgs, archs=("sm_90",), dependent=True)
 KERNEL = CudaKernel(_FILE, "per_tensor_cast", Args, archs=("sm_90",), dependent=True, cooperative=True)
 
-CONFIGS = (
-    Config(512, register_rows=20, shared_rows=28),
-    Config(1024, register_rows=6, shared_rows=14),
-    *(Config(512, 20, 28, stores, last) for stores in (0, 1, 2) for last in (False, True)),
-)
+CONFIGS = (Config(512, register_rows=20, shared_rows=28), Config(1024, register_rows=6, shared_rows=14))
 """More rows would spill registers."""
 
 
-_LEAST = 24 << 20
-"""Bytes of x from which on one read is ahead of the two of Triton, whose launches are shorter: 8 MB 10.6 us against
-8.7, 16 MB 14.5 and 14.4, 32 MB 22.7 and 27.3 (H100, 2026-11)."""
+_LEAST, _MOST = 20 << 20, 96 << 20
+"""Bytes of x between which this kernel is ahead of the two of Triton: 16 MB 11.4 us, 11.4 in Triton; 32 MB 18.2, 20.7;
+64 MB 35.7, 41.0; 112 MB 75.4, 72.0; 256 MB 193, 160 (H200, 2026-11)."""
 
 
 def configure(bucket: PerTensorCastBucket, dtype: torch.dtype) -> Config | None:
-    """The most rows on the chip; None for a small x."""
-    return CONFIGS[0] if bucket.M * bucket.K * dtype.itemsize >= _LEAST else None
+    """The most rows on the chip; None for a small x, and for one of which too much is read again."""
+    return CONFIGS[0] if _LEAST <= bucket.M * bucket.K * dtype.itemsize <= _MOST else None
 
 
 def candidates(bucket: PerTensorCastBucket, dtype: torch.dtype) -> tuple[Config, ...]:

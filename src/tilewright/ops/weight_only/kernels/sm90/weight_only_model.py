@@ -165,7 +165,8 @@ def _available(config: Config) -> int:
 
 def defaults(bits: int) -> tuple[Config, ...]:
     """Returns the configs to choose from."""
-    return _all(bits, TOKENS, _DEFAULTS)
+    many = _all(bits, (_MANY,), ((split, 1) for split in _MANY_SPLITS))
+    return tuple(dict.fromkeys((*_all(bits, TOKENS, _DEFAULTS), *many)))
 
 
 def space(bits: int, tokens: int) -> tuple[Config, ...]:
@@ -174,6 +175,10 @@ def space(bits: int, tokens: int) -> tuple[Config, ...]:
 
 
 SMALL = 4 << 20  # bytes of a weight
+_MANY = 64  # tokens of a tile from which on a second block of a multiprocessor costs
+_SECOND_US = 1.0
+"""What it costs beside the prediction: 0.9 to 1.2 us in six products of 38 to 64 rows (H200, 2026-11)."""
+_MANY_SPLITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def chosen(work: Work) -> Config:
@@ -183,6 +188,10 @@ def chosen(work: Work) -> Config:
     By prediction this costs 0.3 us a call on average over 30 sizes, and 1.7 us at most.
     """
     tokens = next((t for t in TOKENS if t >= work.m), None)
+    if tokens == _MANY:
+        # 4.54, 4.19, 3.15, 6.67 us at 44x5120x640, 38x2240x1536 (int4), 54x896x896 (int4), 48x2560x2560, the best or
+        # within 5 % of it; (4, 2) 6.71, 5.61, 4.06, 7.14, and 16-bit cuBLAS 4.51, 5.47, 4.02, 7.04 (H200, 2026-11)
+        return min(ranked(defaults(work.bits), work), key=lambda c: predicted_us(c, work) + _SECOND_US * (c.ctas > 1))
     if tokens is None or work.n * work.k * work.bits > 8 * SMALL:
         return ranked(defaults(work.bits), work)[0]
     split, ctas = (4, 2) if k_blocks(work.k, work.bits) >= 4 else (1, 1)
