@@ -42,12 +42,12 @@ def _tile(dtype: torch.dtype) -> Config:
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     """Whole vectors where tiles of them give every SM work; latency decides small problems."""
     tile = _tile(dtype)
-    return tile if bucket.M * bucket.N >= FILL * tile.block else FEW
+    return tile if FILL * tile.block <= bucket.M * bucket.N else FEW
 
 
 FEW = Config(512, num_warps=4)
-"""A few rows: more threads, with shorter accesses.  64 rows of 2560, packed, take 1.46 us, 1.54 with one warp and a vector
-a thread; 16 of 14336 1.64 and 1.70; 1 row of 18944 1.29 and 1.31 (H200, 2026-11)."""
+"""A few rows: more threads, with shorter accesses.  64 rows of 2560, packed, take 1.46 us, 1.54 with one warp and a
+vector a thread; 16 of 14336 1.64 and 1.70; 1 row of 18944 1.29 and 1.31 (H200, 2026-11)."""
 CONFIGS = tuple(dict.fromkeys((_tile(torch.bfloat16), _tile(torch.float32), FEW)))
 
 
@@ -243,7 +243,12 @@ def _launch(
     m, n = shape
     units, layout, tail, unit = _in_units(m, n, layout, gate.itemsize)
     parameters = (out, gate, up, units, m, *layout, tail)
-    _forward(grid_of(triton.cdiv(n, config.block), m), parameters, (act, config.block, unit, tail > 0), num_warps=config.num_warps)
+    _forward(
+        grid_of(triton.cdiv(n, config.block), m),
+        parameters,
+        (act, config.block, unit, tail > 0),
+        num_warps=config.num_warps,
+    )
 
 
 def split_backward(
@@ -282,7 +287,12 @@ def _launch_backward(
     m, n = shape
     units, layout, tail, unit = _in_units(m, n, layout, gate.itemsize)
     parameters = (dgate, dup, dout, gate, up, units, m, *layout, tail)
-    _backward(grid_of(triton.cdiv(n, config.block), m), parameters, (act, config.block, unit, tail > 0), num_warps=config.num_warps)
+    _backward(
+        grid_of(triton.cdiv(n, config.block), m),
+        parameters,
+        (act, config.block, unit, tail > 0),
+        num_warps=config.num_warps,
+    )
 
 
 _TUNING = {"configure": configure, "config_type": Config, "configs": CONFIGS, "candidates": candidates}

@@ -249,8 +249,8 @@ def configure(bucket: FmhaFp8Bucket, dtype: torch.dtype) -> Config | None:
     """The first candidate, in up to 1024 queries one with 128 keys; None where the Triton kernel is faster.
 
     That is with few queries behind many keys (one of 12 heads behind 2000: 26 us, 32 here), and where both are short
-    ((16, 2, 251, 64): 8.4, 11.7; (1, 32/8, 512, 128), causal: 14.8, 16.3; H200, 2026-11).  The batch is ignored, so that
-    results do not depend on it.
+    ((16, 2, 251, 64): 8.4, 11.7; (1, 32/8, 512, 128), causal: 14.8, 16.3; H200, 2026-11).  The batch is ignored, so
+    that results do not depend on it.
     """
     if bucket.S_q * bucket.group <= _FEW_QUERIES and bucket.S_k > _MANY_KEYS:
         return None

@@ -35,6 +35,7 @@ class Config(NamedTuple):
     register_rows: int
     shared_rows: int
 
+
 class Params(NamedTuple):
     """The compile-time constants of per_tensor_cast."""
 
