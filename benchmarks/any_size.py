@@ -54,6 +54,7 @@ from tilewright.bench.suite import compile_first, run
 from tilewright.cli.options import device, names, seconds
 from tilewright.cli.output import check_writable, write
 from tilewright.errors import TilewrightError, UsageError
+from tilewright.ops.attention.vendor import forget_signatures
 
 SUITE = "any_size"
 BEHIND = (0.97, 0.90)
@@ -188,6 +189,7 @@ def _run(options: argparse.Namespace) -> int:
     earlier = _earlier(options)
 
     def keep(results: Results) -> None:
+        forget_signatures()  # cuDNN's share of a process is for the sizes of a model, and here every row is another
         if options.json is not None:
             write(options.json, (results if earlier is None else appended(earlier, results)).to_json() + "\n")
 
