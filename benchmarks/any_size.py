@@ -4,8 +4,9 @@
     python benchmarks/any_size.py --seed 7 --count 200 --list       the problems alone
     python benchmarks/any_size.py --seed 7 --count 200 --plans      what `auto` takes on an H200, without a GPU
 
-    python benchmarks/any_size.py ... --only-auto --compile-jobs 12
+    python benchmarks/any_size.py --seed 7,8,9 --count 100 ... --only-auto --compile-jobs 12
 
+Of several seeds the lists take turns, so that a budget cuts all of them alike; the summary is that of each and of all.
 --only-auto times, of our implementations, the one that `auto` takes.  --compile-jobs first runs every problem once,
 untimed, in so many processes: most of the time goes into compiling peers, which then come from their caches.
 
@@ -53,6 +54,7 @@ from tilewright.bench.suite import compile_first, run
 from tilewright.cli.options import device, names, seconds
 from tilewright.cli.output import check_writable, write
 from tilewright.errors import TilewrightError, UsageError
+from tilewright.ops.attention.vendor import forget_signatures
 
 SUITE = "any_size"
 BEHIND = (0.97, 0.90)
@@ -73,6 +75,17 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if len(compared) < len(rows):
         lines += ["", f"{len(rows) - len(compared)} rows without a peer"]
     return lines
+
+
+def summaries(rows: Sequence[Row]) -> list[str]:
+    """The summary of each seed, where there are several, and of all rows."""
+    by_seed: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_seed[row.params["seed"]].append(row)
+    if len(by_seed) < 2:
+        return summary(rows)
+    lines = [line for seed, own in sorted(by_seed.items()) for line in ("", f"seed {seed}", *summary(own))]
+    return [*lines, "", f"{len(by_seed)} seeds", *summary(rows)]
 
 
 def _line(name: str, ratios: Sequence[float]) -> str:
@@ -127,8 +140,8 @@ def _compile_in_processes(count: int) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=200, help="number of problems")
+    parser.add_argument("--seed", default="0", help="a number, or several, separated by commas")
+    parser.add_argument("--count", type=int, default=200, help="number of problems of a seed")
     parser.add_argument("--ops", help="only these, separated by commas")
     parser.add_argument("--against", help="peers, separated by commas; default: all")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu; decides the list, so the default is fixed")
@@ -143,11 +156,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _seeds(text: str) -> list[int]:
+    """Seeds of "7,8,9", each once."""
+    parts = names(text) or []
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise UsageError(f"--seed {text}: write a number, or several as 7,8,9.")
+    return list(dict.fromkeys(map(int, parts)))
+
+
 def _run(options: argparse.Namespace) -> int:
     ops = names(options.ops) or []
     if unknown := sorted(set(ops) - set(RECIPES)):
         raise UsageError(f"no op named {', '.join(unknown)}. Ops: {', '.join(RECIPES)}.")
-    drawn = problems(options.seed, options.count, RECIPES, limits=CPU if options.device == "cpu" else GPU, ops=ops)
+    limits = CPU if options.device == "cpu" else GPU
+    lists = [problems(seed, options.count, RECIPES, limits=limits, ops=ops) for seed in _seeds(options.seed)]
+    drawn = [problem for taking_turns in zip(*lists, strict=True) for problem in taking_turns]
     if options.list:
         print(*drawn, sep="\n")
         return 0
@@ -166,6 +189,7 @@ def _run(options: argparse.Namespace) -> int:
     earlier = _earlier(options)
 
     def keep(results: Results) -> None:
+        forget_signatures()  # cuDNN's share of a process is for the sizes of a model, and here every row is another
         if options.json is not None:
             write(options.json, (results if earlier is None else appended(earlier, results)).to_json() + "\n")
 
@@ -183,9 +207,8 @@ def _run(options: argparse.Namespace) -> int:
             keep=keep,
         )
     keep(results)
-    drawn_keys = {case.key for case in cases}
     rows = results.rows if earlier is None else appended(earlier, results).rows
-    print(*summary([row for row in rows if row.key in drawn_keys]), sep="\n")
+    print(*summaries(rows), sep="\n")
     if results.unbegun:
         print(f"{results.unbegun} problems not measured: --resume measures them")
     for note in results.failures:

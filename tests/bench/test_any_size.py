@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -145,6 +146,23 @@ def test_a_resumed_run_needs_the_file(programs, capsys):
     assert "give both" in capsys.readouterr().err
     assert programs["any_size"].main(["--ops", "matmull", "--list"]) == 2
     assert "no op named matmull" in capsys.readouterr().err
+    assert programs["any_size"].main(["--seed", "4;5", "--list"]) == 2
+    assert "--seed 4;5" in capsys.readouterr().err
+
+
+def test_several_seeds_take_turns(programs, capsys):
+    assert programs["any_size"].main(["--seed", "4,5,4", "--count", "3", "--list"]) == 0
+    cases = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert [case.split("_")[0] for case in cases] == ["s4", "s5"] * 3
+
+
+def test_the_summary_of_several_seeds(programs):
+    rows = [replace(_row("a", f"s{seed}", 0.5 * seed), params={"seed": seed}) for seed in (1, 2)]
+    text = programs["any_size"].summaries(rows)
+    headings = [line for line in text if "seed" in line]
+    assert headings == ["seed 1", "seed 2", "2 seeds"]
+    assert [line.split()[2] for line in text if line.startswith("all")] == ["0.500", "1.000", "0.707"]
+    assert programs["any_size"].summaries(rows[:1]) == programs["any_size"].summary(rows[:1])
 
 
 def test_a_budget_cuts_off_what_runs_and_nothing_later(programs):
@@ -189,10 +207,12 @@ def test_a_tiny_run(tmp_path):
 
     assert "3 rows in" in run("--count", "3").stdout
     assert "2 rows in" in run("--count", "5", "--resume").stdout
+    more = run("--count", "1", "--seed", "5", "--resume").stdout  # the last --seed is the one
+    assert "1 rows in" in more
+    assert "2 seeds" in more, "rows of both stand in the file and in the summary"
     written = load(result)
     assert (written.suite, written.failures) == ("any_size", [])
-    assert len(written.rows) == 5
+    assert [row.params["seed"] for row in written.rows] == [4] * 5 + [5]
     for row in written.rows:
-        assert row.params["seed"] == 4
         assert set(row.peers) == {"eager"}
         assert row.ratio_auto > 0

@@ -218,3 +218,17 @@ def test_a_kernel_without_a_configuration_for_the_sizes_is_refused(candidates):
         with pytest.raises(RefusedError, match="has no configuration for these sizes"):
             raw.plan(args, "cpu!", "default")
     raw.forget_plans()
+
+
+def test_a_kernel_that_leaves_the_sizes_to_others_is_not_the_guess_and_can_be_asked_for():
+    """Its candidates are the tuner's: without a row `auto` goes on, and a call that names it gets the first."""
+    args = (torch.randn(4, 16), torch.randn(16), 1e-6, 0.0, False)
+    raw = contract("rms_norm").forward
+    with own_registry():
+        register_impl(
+            "rms_norm", backend="cpu", configure=lambda bucket, dtype: None, candidates=lambda bucket, dtype: (3, 5)
+        )(lambda *args, config: None)
+        raw.forget_plans()
+        assert raw.plan(args, "auto", "default").backend == "torch"
+        assert raw.plan(args, "cpu!", "default").config == 3
+    raw.forget_plans()

@@ -35,8 +35,8 @@ class Implementation:
     """One backend of one raw op: a kernel, or several, each with its own type of config.
 
     launch      (outputs, *raw_args, config=...) -> None: writes every element of `outputs`, allocated by the caller.
-    configure   (bucket, dtype) -> config: pure; a tuning table's row replaces its result.  Of several kernels, one that
-                returns None leaves the bucket to the next.
+    configure   (bucket, dtype) -> config: pure; a tuning table's row replaces its result.  One that returns None leaves
+                the bucket to the next kernel, and to the next backend: `auto` takes a candidate only by a table's row.
     candidates  (bucket, dtype) -> configs: the search space, what the tuner times besides `configure`'s result.
     configs     every config that `configure` can return, so that each can be compiled without a GPU.
     config_type builds a config from a table row's dict.
@@ -61,7 +61,9 @@ class Implementation:
     kernels: "tuple[Implementation, ...]" = ()
 
     def space(self, bucket: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
-        """Every config worth timing, that of `configure` first; (None,) where there is nothing to choose."""
+        """Every config worth timing, that of `configure` first if it has one; (None,) where there is nothing to
+        choose.
+        """
         default = self.configure(bucket, dtype) if self.configure else None
         configs = [] if default is None else [default]
         for config in self.candidates(bucket, dtype) if self.candidates else ():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.dispatch.options import Option, options
-from tilewright.dispatch.registry import implementations
+from tilewright.dispatch.registry import Implementation, implementations
 from tilewright.dispatch.tables import table
 from tilewright.dispatch.tables.configs import from_row
 from tilewright.errors import KernelMissingError, RefusedError, TableError
@@ -66,7 +66,7 @@ def choose(
         implementation = per_backend[name].implementation
         config = tuned.get(name)
         if config is None and implementation is not None and implementation.configure is not None:
-            config = implementation.configure(bucket, dtype)
+            config = implementation.space(bucket, dtype)[0]
         logger.debug("%s %s %s -> %s (%s)", raw.key, text, dtype_name, name, why)
         launch = None if implementation is None else implementation.launch
         if launch is not None and raw.direct is not None:
@@ -101,9 +101,16 @@ def choose(
             why = f"the measured choice is refused: {misfits.get(choice.backend) or f'{choice.backend} {reason}'}"
             level = logging.WARNING if reason is None else logging.INFO
             log_once(("row-refused", problem, choice.backend), f"{problem}: {why}", level)
-    if numerics == "default" and raw.torch_first is not None and raw.torch_first(bucket, dtype, usable[0]):
+    first = next((name for name in usable if not _leaves(per_backend[name].implementation, bucket, dtype)), usable[0])
+    if numerics == "default" and raw.torch_first is not None and raw.torch_first(bucket, dtype, first):
         return plan("torch", f"{why}; torch's kernel is the better guess for these sizes")
-    return plan(usable[0], f"{why}; first of the static order that can run")
+    return plan(first, f"{why}; first of the static order that can run")
+
+
+def _leaves(implementation: Implementation | None, bucket: Any, dtype: Any) -> bool:
+    """Does a backend leave these sizes to the next, though a table's row may name one of its candidates?"""
+    configure = None if implementation is None else implementation.configure
+    return configure is not None and configure(bucket, dtype) is None
 
 
 def _write(raw: "RawOp", launch: Callable[..., None], outs: tuple[Any, ...], *args: Any, config: Any) -> None:

@@ -161,7 +161,7 @@ def test_a_program_brings_lists_of_tiles(launches):
 def test_every_config_fits_shared_memory_and_a_block_of_scales(blocks):
     for d in SIZES:
         for mask in range(4):
-            sizes = FmhaFp8Bucket(8, 1, 512, 512, d, d, mask, 0, 1, blocks)
+            sizes = FmhaFp8Bucket(8, 1, 2048, 2048, d, d, mask, 0, 1, blocks)
             assert forward.candidates(sizes, E4M3)[0] == forward.configure(sizes, E4M3)
             for config in forward.candidates(sizes, E4M3):
                 assert config in forward.CONFIGS
@@ -170,9 +170,10 @@ def test_every_config_fits_shared_memory_and_a_block_of_scales(blocks):
 
 
 @pytest.mark.parametrize(
-    ("s_q", "group", "s_k", "taken"), [(1, 8, 8192, False), (64, 8, 8192, True), (1, 1, 512, True)]
+    ("s_q", "group", "s_k", "taken"),
+    [(1, 8, 8192, False), (64, 8, 8192, True), (1, 1, 1024, True), (512, 1, 512, False), (512, 1, 1024, True)],
 )
-def test_few_queries_leave_the_values_as_they_lie(s_q, group, s_k, taken):
+def test_few_queries_behind_many_keys_and_short_ones_are_left_to_triton(s_q, group, s_k, taken):
     sizes = FmhaFp8Bucket(64, group, s_q, s_k, 128, 128, 0, 0, 1, 0)
     assert (forward.configure(sizes, E4M3) is not None) == taken
 

@@ -17,6 +17,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.activation import geglu, gelu_and_mul, silu_and_mul, swiglu
 from tilewright.ops.exponential import exp
+from tilewright.ops.row_grid import grid_of, row_of_grid
 from tilewright.ops.rows import RowsBucket, as_rows
 from tilewright.ops.unaligned_rows import unit_of
 
@@ -29,25 +30,25 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def _tiles(dtype: torch.dtype) -> list[Config]:
-    """Tiles of one 16-byte vector a thread and tensor, largest first.
+def _tile(dtype: torch.dtype) -> Config:
+    """One 16-byte vector a thread and tensor.
 
     Two vectors, or programs that loop over several tiles, are slower: 164.7 us and more against 163.6 at 8192x14336
     (H200, 2026-11).
     """
-    return [Config(32 * warps * 16 // dtype.itemsize, warps) for warps in (4, 2, 1)]
+    return Config(128 * 16 // dtype.itemsize, 4)
 
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
-    """The largest tile that still gives every SM work; latency decides small problems."""
-    tiles, elements = _tiles(dtype), bucket.M * bucket.N
-    return next((c for c in tiles if elements >= FILL * c.block), FEW)
+    """Whole vectors where tiles of them give every SM work; latency decides small problems."""
+    tile = _tile(dtype)
+    return tile if FILL * tile.block <= bucket.M * bucket.N else FEW
 
 
 FEW = Config(512, num_warps=4)
-"""A few rows: more threads, with shorter accesses.  8 rows of 14336, packed, take 1.99 us, and 1 row took 1.90 with one
-warp and a vector a thread, 1.83 with four warps (H200, 2026-11)."""
-CONFIGS = tuple(dict.fromkeys((*_tiles(torch.bfloat16), *_tiles(torch.float32), FEW)))
+"""A few rows: more threads, with shorter accesses.  64 rows of 2560, packed, take 1.46 us, 1.54 with one warp and a
+vector a thread; 16 of 14336 1.64 and 1.70; 1 row of 18944 1.29 and 1.31 (H200, 2026-11)."""
+CONFIGS = tuple(dict.fromkeys((_tile(torch.bfloat16), _tile(torch.float32), FEW)))
 
 
 def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
@@ -106,7 +107,8 @@ def activate(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -
         # from e^-|u|: no overflow, and no cancellation in 1 - s, which du would magnify
         e = exp(-tl.abs(u), PRECISE)
         if PRECISE:
-            large = tl.div_rn(1.0 + tl.zeros_like(e), 1.0 + e)
+            large = 1.0 / (1.0 + e)  # good to 2 ULP; a step of Newton's takes two instructions, a division ten
+            large = tl.fma(large, tl.fma(-(1.0 + e), large, 1.0 + tl.zeros_like(e)), large)
         else:
             large = 1.0 / (1.0 + e)
         small = e * large
@@ -138,7 +140,7 @@ def _gated_tile(out, gate, up, out_start, gate_start, up_start, offs, mask, ACT:
 # sees so.  A single row may have `tail` elements more than its units, which the first program takes.
 @triton.jit
 def _gated_kernel(
-    out, gate, up, units, blocks, unit_stride_gate, unit_stride_up, unit_up_offset, tail,
+    out, gate, up, units, rows, unit_stride_gate, unit_stride_up, unit_up_offset, tail,
     ACT: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip  # out: (M, N)   gate, up: (M, N) by stride
     """out = act(gate) * up, one tile a program."""
@@ -146,13 +148,12 @@ def _gated_kernel(
     N, up_offset = units * UNIT, unit_up_offset * UNIT
     stride_gate, stride_up = unit_stride_gate * UNIT, unit_stride_up * UNIT
     offs = tl.arange(0, BLOCK)
-    tile = tl.program_id(0)
-    row_idx, start = (tile // blocks).to(tl.int64), (tile % blocks).to(tl.int64) * BLOCK
-    mask = offs < N - start
+    row_idx, start = row_of_grid(), tl.program_id(0).to(tl.int64) * BLOCK
+    mask = (offs < N - start) & (row_idx < rows)
     gate_start, up_start = row_idx * stride_gate + start, row_idx * stride_up + up_offset + start
     _gated_tile(out, gate, up, row_idx * N + start, gate_start, up_start, offs, mask, ACT)
     if TAIL:  # noqa: SIM102  a constant
-        if tile == 0:
+        if start == 0:
             rest = tl.arange(0, VECTOR)
             _gated_tile(out, gate, up, N, N, N, rest, rest < tail, ACT)
 
@@ -176,7 +177,7 @@ def _gated_backward_tile(
 
 @triton.jit
 def _gated_backward_kernel(
-    dgate, dup, dout, gate, up, units, blocks,  # dout: (M, N)   dgate, dup: (M, N) by stride_grad
+    dgate, dup, dout, gate, up, units, rows,  # dout: (M, N)   dgate, dup: (M, N) by stride_grad
     unit_stride_grad, unit_stride_dout, unit_stride_gate, unit_stride_up, unit_up_offset, tail,
     ACT: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -186,15 +187,14 @@ def _gated_backward_kernel(
     stride_grad, stride_dout = unit_stride_grad * UNIT, unit_stride_dout * UNIT
     stride_gate, stride_up = unit_stride_gate * UNIT, unit_stride_up * UNIT
     offs = tl.arange(0, BLOCK)
-    tile = tl.program_id(0)
-    row_idx, start = (tile // blocks).to(tl.int64), (tile % blocks).to(tl.int64) * BLOCK
-    mask = offs < N - start
+    row_idx, start = row_of_grid(), tl.program_id(0).to(tl.int64) * BLOCK
+    mask = (offs < N - start) & (row_idx < rows)
     gate_start, up_start = row_idx * stride_gate + start, row_idx * stride_up + up_offset + start
     dout_start, grad_start = row_idx * stride_dout + start, row_idx * stride_grad + start
     starts = grad_start, grad_start + up_offset, dout_start, gate_start, up_start
     _gated_backward_tile(dgate, dup, dout, gate, up, *starts, offs, mask, ACT)
     if TAIL:  # noqa: SIM102  a constant
-        if tile == 0:
+        if start == 0:
             rest = tl.arange(0, VECTOR)
             _gated_backward_tile(dgate, dup, dout, gate, up, N, N, N, N, N, rest, rest < tail, ACT)
 
@@ -241,10 +241,14 @@ def _launch(
 ) -> None:
     """`layout`: row strides of gate and up, and the offset of up."""
     m, n = shape
-    blocks = triton.cdiv(n, config.block)
     units, layout, tail, unit = _in_units(m, n, layout, gate.itemsize)
-    parameters = (out, gate, up, units, blocks, *layout, tail)
-    _forward((m * blocks,), parameters, (act, config.block, unit, tail > 0), num_warps=config.num_warps)
+    parameters = (out, gate, up, units, m, *layout, tail)
+    _forward(
+        grid_of(triton.cdiv(n, config.block), m),
+        parameters,
+        (act, config.block, unit, tail > 0),
+        num_warps=config.num_warps,
+    )
 
 
 def split_backward(
@@ -281,10 +285,14 @@ def _launch_backward(
 ) -> None:
     """`layout`: row strides of the gradients, dout, gate and up, and the offset of the second half."""
     m, n = shape
-    blocks = triton.cdiv(n, config.block)
     units, layout, tail, unit = _in_units(m, n, layout, gate.itemsize)
-    parameters = (dgate, dup, dout, gate, up, units, blocks, *layout, tail)
-    _backward((m * blocks,), parameters, (act, config.block, unit, tail > 0), num_warps=config.num_warps)
+    parameters = (dgate, dup, dout, gate, up, units, m, *layout, tail)
+    _backward(
+        grid_of(triton.cdiv(n, config.block), m),
+        parameters,
+        (act, config.block, unit, tail > 0),
+        num_warps=config.num_warps,
+    )
 
 
 _TUNING = {"configure": configure, "config_type": Config, "configs": CONFIGS, "candidates": candidates}

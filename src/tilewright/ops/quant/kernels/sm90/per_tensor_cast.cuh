@@ -92,7 +92,7 @@ template <typename Element> struct Words {
         }
     }
     // Stores the codes of a vector as vector number `index` of q.
-    __device__ static void store(u8* q, i64 index, const Vector& v, float factor) {
+    __device__ static void store(u8* q, i64 index, const Vector& v, float factor, u64 policy) {
         if constexpr (kPairs) {
             struct alignas(8) Pair { u32 words[2]; } codes;
 #pragma unroll
@@ -101,12 +101,17 @@ template <typename Element> struct Words {
                 halves(v.words[2 * i], f[0], f[1]), halves(v.words[2 * i + 1], f[2], f[3]);
                 codes.words[i] = pack_e4m3(f[0] * factor, f[1] * factor) | u32(pack_e4m3(f[2] * factor, f[3] * factor)) << 16;
             }
-            reinterpret_cast<Pair*>(q)[index] = codes;
+            asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(reinterpret_cast<Pair*>(q) + index),
+                         "r"(codes.words[0]), "r"(codes.words[1]), "l"(policy)
+                         : "memory");
         } else {
             float f[4];
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) f[i] = __uint_as_float(v.words[i]) * factor;
-            reinterpret_cast<u32*>(q)[index] = pack_e4m3(f[0], f[1]) | u32(pack_e4m3(f[2], f[3])) << 16;
+            const u32 codes = pack_e4m3(f[0], f[1]) | u32(pack_e4m3(f[2], f[3])) << 16;
+            asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(reinterpret_cast<u32*>(q) + index), "r"(codes),
+                         "l"(policy)
+                         : "memory");
         }
     }
 };
@@ -205,22 +210,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
     const float factor = 1.0f / unit;
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale = unit;
 
-    // Cast: registers, while the rows before them are fetched again; shared memory; the rows before
+    // Cast: registers, while the rows before them are fetched again; the rows before; shared memory.  Codes are the first
+    // that the L2 drops, so that it keeps the rows that are read again
+    const u64 drop = evict_first();
     for (int window = windows - 1; window >= 0; --window) {
 #pragma unroll
         for (int i = 0; i < kKept; ++i) {
             const int row = start + window * kKept + i;
-            if (row >= 0) W::store(q, to + i64(row) * kThreads, kept[i], factor);
-            if (row >= kKept) fetch(window - 1, i, evict_first());
-        }
-        if (window == windows - 1) {
-#pragma unroll 2
-            for (int row = 0; row < in_shared; ++row) {
-                W::store(q, to + i64(before + row) * kThreads, shared_rows[row * kThreads], factor);
-            }
+            if (row >= 0) W::store(q, to + i64(row) * kThreads, kept[i], factor, drop);
+            if (row >= kKept) fetch(window - 1, i, drop);
         }
     }
-    if (has_rest) W::store(q, rest, load_vector(x + rest, evict_first()), factor);
+#pragma unroll 2
+    for (int row = 0; row < in_shared; ++row) {
+        W::store(q, to + i64(before + row) * kThreads, shared_rows[row * kThreads], factor, drop);
+    }
+    if (has_rest) W::store(q, rest, load_vector(x + rest, drop), factor, drop);
 }
 
 }  // namespace tilewright

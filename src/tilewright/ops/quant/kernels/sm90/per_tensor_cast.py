@@ -73,14 +73,14 @@ CONFIGS = (Config(512, register_rows=20, shared_rows=28), Config(1024, register_
 """More rows would spill registers."""
 
 
-_LEAST = 24 << 20
-"""Bytes of x from which on one read is ahead of the two of Triton, whose launches are shorter: 8 MB 10.6 us against
-8.7, 16 MB 14.5 and 14.4, 32 MB 22.7 and 27.3 (H100, 2026-11)."""
+_LEAST, _MOST = 20 << 20, 96 << 20
+"""Bytes of x between which this kernel is ahead of the two of Triton: 16 MB 11.4 us, 11.4 in Triton; 32 MB 18.2, 20.7;
+64 MB 35.7, 41.0; 112 MB 75.4, 72.0; 256 MB 193, 160 (H200, 2026-11)."""
 
 
 def configure(bucket: PerTensorCastBucket, dtype: torch.dtype) -> Config | None:
-    """The most rows on the chip; None for a small x."""
-    return CONFIGS[0] if bucket.M * bucket.K * dtype.itemsize >= _LEAST else None
+    """The most rows on the chip; None for a small x, and for one of which too much is read again."""
+    return CONFIGS[0] if _LEAST <= bucket.M * bucket.K * dtype.itemsize <= _MOST else None
 
 
 def candidates(bucket: PerTensorCastBucket, dtype: torch.dtype) -> tuple[Config, ...]:

@@ -17,11 +17,13 @@ from tilewright.ops.quant.dequantize import FORWARD, DequantizeArgs, DequantizeB
 from tilewright.ops.quant.formats import CHANNEL, GRANULARITIES, granularity
 from tilewright.ops.quant.kernels.triton.numbers import as_stored, decode
 from tilewright.ops.quant.layout import WHOLE
+from tilewright.ops.row_grid import grid_of, row_of_grid
 from tilewright.ops.rows import as_rows
 
 GROUP = 128
 _CHANNEL = GRANULARITIES.index(CHANNEL)
 _FILL = 132  # programs that give every SM of an H200 one
+_FEW = 1 << 17  # elements that programs of four rows would leave to a few SMs
 SMALL = 1 << 22  # elements; smaller problems get small programs, so that every SM has some
 
 
@@ -39,6 +41,8 @@ def configure(bucket: DequantizeBucket, dtype: torch.dtype) -> Config:
     if bucket.layout == _CHANNEL:  # 60 rows of 3072: 2.18 us, 2.53 with 8 groups, whose 45 programs are few (H100)
         groups = next((g for g in (8, 4) if m * k >= 4 * GROUP * g * _FILL), 2)
         return Config(min(m, 4), groups, num_warps=4, vector=8)
+    if m * k < _FEW:  # 13 rows of 1536 1.22 us, 16 of 4096 1.27; with (4, 8, 4, 8) 1.31 and 1.33 (H200)
+        return Config(1, 8, num_warps=4, vector=8)
     # 64 rows of 4096, 7168, 14336, 16384: 1.57, 2.17, 2.40, 2.51 us; 1.65, 2.13, 2.56, 2.66 with (8, 2, 8, 8)
     return Config(min(m, 4), 8, num_warps=4, vector=8)
 
@@ -73,10 +77,9 @@ def _dequantize_kernel(
     GROUPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip  # SCALE_ROWS: rows that share a scale, 0 for all   ONE_GROUP: one scale for all columns
     # Load the groups
-    blocks_a_row = tl.cdiv(K, 128 * GROUPS)
     index = tl.arange(0, ROWS * GROUPS)
-    row_idx = tl.program_id(0) // blocks_a_row * ROWS + index // GROUPS
-    group_idx = tl.program_id(0) % blocks_a_row * GROUPS + index % GROUPS
+    row_idx = row_of_grid().to(tl.int32) * ROWS + index // GROUPS
+    group_idx = tl.program_id(0) * GROUPS + index % GROUPS
     group_mask = (row_idx < R) & (group_idx * 128 < K)
     offs_k = tl.max_contiguous(group_idx[:, None] * 128 + tl.arange(0, 128)[None, :], [1, VECTOR])
     mask = (row_idx[:, None] < R) & (offs_k < K)
@@ -103,16 +106,19 @@ def _dequantize_kernel(
 @triton.jit
 def _dequantize_channels_kernel(
     y, q, scales, R, K, M, stride_q, step, scale_r, scale_k,  # scales: (batch, M / 128, K) by its strides
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BATCHED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # Load a tile
-    blocks_a_row, row_blocks = tl.cdiv(K, COLUMNS), tl.cdiv(M, ROWS)
-    offs_k = (tl.program_id(0) % blocks_a_row * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    first_row = tl.program_id(0) // blocks_a_row % row_blocks * ROWS
-    batch = (tl.program_id(0) // (blocks_a_row * row_blocks)).to(tl.int64)
+    offs_k = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    row_block, batch = row_of_grid().to(tl.int32), tl.zeros((), tl.int64)
+    if BATCHED:
+        row_blocks = tl.cdiv(M, ROWS)
+        batch = (row_block // row_blocks).to(tl.int64)
+        row_block = row_block % row_blocks
+    first_row = row_block * ROWS
     row_idx = (first_row + tl.arange(0, ROWS))[:, None]
     row_offsets = batch * M + row_idx
-    mask = (row_idx < M) & (offs_k < K)
+    mask = (row_idx < M) & (row_offsets < R) & (offs_k < K)
     q_fp32 = decode(tl.load(q + row_offsets * stride_q + offs_k, mask=mask))  # (ROWS, COLUMNS)
     # Load its row of scales
     scale_row = scales + batch * step + (first_row // 128).to(tl.int64) * scale_r  # ROWS divides 128
@@ -136,9 +142,9 @@ def launch(outs: tuple[Tensor], args: DequantizeArgs, config: Config) -> None:
     values = (outs[0], as_stored(q_rows), scales, r, k, m, q_rows.stride(0), step, *scales.stride()[-2:])
     blocks_a_row = triton.cdiv(k, GROUP * config.groups)
     if layout == CHANNEL:
-        grid = (r // m * triton.cdiv(m, config.rows) * blocks_a_row,)
-        _channels(grid, values, (config.rows, GROUP * config.groups), num_warps=config.num_warps)
+        grid = grid_of(blocks_a_row, r // m * triton.cdiv(m, config.rows))
+        _channels(grid, values, (r > m, config.rows, GROUP * config.groups), num_warps=config.num_warps)
         return
     shape = (config.rows, config.groups, config.vector)
     constants = (r > m, layout.rows, layout.depth == WHOLE, layout.dtype == torch.int32, *shape)
-    _dequantize((triton.cdiv(r, config.rows) * blocks_a_row,), values, constants, num_warps=config.num_warps)
+    _dequantize(grid_of(blocks_a_row, triton.cdiv(r, config.rows)), values, constants, num_warps=config.num_warps)

@@ -165,7 +165,8 @@ def _available(config: Config) -> int:
 
 def defaults(bits: int) -> tuple[Config, ...]:
     """Returns the configs to choose from."""
-    return _all(bits, TOKENS, _DEFAULTS)
+    many = _all(bits, (_MANY,), ((split, 1) for split in _MANY_SPLITS))
+    return tuple(dict.fromkeys((*_all(bits, TOKENS, _DEFAULTS), *many)))
 
 
 def space(bits: int, tokens: int) -> tuple[Config, ...]:
@@ -174,6 +175,11 @@ def space(bits: int, tokens: int) -> tuple[Config, ...]:
 
 
 SMALL = 4 << 20  # bytes of a weight
+_MANY = 64  # tokens of a tile from which on a second block of a multiprocessor costs
+_SECOND_US = 1.0
+"""What it costs beside the prediction: 0.9 to 1.2 us in six products of 38 to 64 rows; 48x2560x2560 takes 6.67 us in
+the config that it leaves first, 7.14 in the one before (16-bit cuBLAS 7.04; H200, 2026-11)."""
+_MANY_SPLITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def chosen(work: Work) -> Config:
@@ -183,12 +189,23 @@ def chosen(work: Work) -> Config:
     By prediction this costs 0.3 us a call on average over 30 sizes, and 1.7 us at most.
     """
     tokens = next((t for t in TOKENS if t >= work.m), None)
-    if tokens is None or work.n * work.k * work.bits > 8 * SMALL:
-        return ranked(defaults(work.bits), work)[0]
-    split, ctas = (4, 2) if k_blocks(work.k, work.bits) >= 4 else (1, 1)
+    large = work.n * work.k * work.bits > 8 * SMALL
+    if tokens == _MANY and not large:
+        # A block a multiprocessor, and the largest split whose clusters all run at once: 4.54, 5.09, 3.15 us at
+        # 44x5120x640, 38x2240x1536 and 54x896x896 (both int4), where (4, 2) takes 6.71, 5.61, 4.06 (H200, 2026-11)
+        splits = [s for s in (4, 2) if s <= k_blocks(work.k, work.bits) and -(-work.n // 64) <= resident(s, 1, _SMS)]
+        split, ctas = max(splits, default=1), 1
+    elif tokens is None or large:
+        return min(ranked(defaults(work.bits), work), key=lambda c: _with_second(c, work))
+    else:
+        split, ctas = (4, 2) if k_blocks(work.k, work.bits) >= 4 else (1, 1)
     config = deepest(work.bits, tokens, 1, 4, split, ctas)
     assert config is not None, "fits for every number of tokens"
     return config
+
+
+def _with_second(config: Config, work: Work) -> float:
+    return predicted_us(config, work) + (_SECOND_US if config.tokens == _MANY and config.ctas > 1 else 0.0)
 
 
 def _all(bits: int, tokens: Iterable[int], shapes: Iterable[tuple[int, int]]) -> tuple[Config, ...]:
