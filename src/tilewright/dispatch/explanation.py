@@ -77,7 +77,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     plan = recording.plans[0]
     backends = implementations(raw.op, raw.direction)
     verdicts = tuple(
-        Verdict(name, name == plan.backend, None if name == plan.backend else option.why_not)
+        Verdict(name, name == plan.backend, option.why_not)
         for name, option in options(raw, backends, raw_args, numerics).items()
     )
     device = raw.device_of(raw_args)

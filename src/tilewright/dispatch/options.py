@@ -14,8 +14,7 @@ class Option(NamedTuple):
     """One backend in one call.
 
     implementation  what runs the call, without the kernels that cannot; None for torch's reference, and where none can
-    why_not         the reason that nothing of this backend can run it, in words; None where something can.  With an
-                    implementation: it has no config of its own for these sizes, and needs that of a table row
+    why_not         the reason that nothing of this backend can run it, in words; None where something can
     """
 
     implementation: Implementation | None
@@ -42,18 +41,6 @@ def runnable(
     return {name: option.implementation for name, option in items if option.why_not is None}
 
 
-def tunable(
-    raw: "RawOp", backends: Mapping[str, Implementation], args: Sequence[Any], numerics: str
-) -> dict[str, Implementation | None]:
-    """Those of `options` that can run the call with some config, in the same order; None for torch's reference."""
-    bucket, dtype = raw.bucket_of(args, numerics), raw.dtype_of(args)
-    return {
-        name: option.implementation
-        for name, option in options(raw, backends, args, numerics).items()
-        if option.why_not is None or (option.implementation and option.implementation.space(bucket, dtype) != (None,))
-    }
-
-
 def _option(raw: "RawOp", implementation: Implementation, args: Sequence[Any], numerics: str) -> Option:
     dtype, reason = raw.dtype_of(args), missing(implementation.backend, raw.device_of(args).type)
     if reason is None and dtype not in raw.dtypes:
@@ -66,9 +53,17 @@ def _option(raw: "RawOp", implementation: Implementation, args: Sequence[Any], n
     if not able:
         return Option(None, joint_reason(kernels, reasons))
     chosen = implementation.only(able)
-    if chosen.configure is not None and chosen.configure(raw.bucket_of(args, numerics), dtype) is None:
-        return Option(chosen, "has no configuration for these sizes")
+    bucket = raw.bucket_of(args, numerics)
+    # Candidates take time to find, and are looked for only where there is no default
+    if lacks_default(chosen, bucket, dtype) and chosen.space(bucket, dtype) == (None,):
+        return Option(None, "has no configuration for these sizes")
     return Option(chosen)
+
+
+def lacks_default(implementation: Implementation | None, bucket: tuple[int, ...], dtype: Any) -> bool:
+    """Does a backend leave these sizes to the next, though a table's row may name one of its candidates?"""
+    configure = None if implementation is None else implementation.configure
+    return configure is not None and configure(bucket, dtype) is None
 
 
 def _why_not(kernel: Implementation, args: Sequence[Any], numerics: str) -> str | None:

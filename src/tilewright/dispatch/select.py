@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bucket import INVARIANT_ROWS
-from tilewright.dispatch.options import Option, options
-from tilewright.dispatch.registry import Implementation, implementations
+from tilewright.dispatch.options import Option, lacks_default, options
+from tilewright.dispatch.registry import implementations
 from tilewright.dispatch.tables import table
 from tilewright.dispatch.tables.configs import from_row
 from tilewright.errors import KernelMissingError, RefusedError, TableError
@@ -55,18 +55,20 @@ def choose(
     without = without or {}
     per_backend = options(raw, implementations(raw.op, raw.direction, device.type), args, numerics)
     per_backend |= {name: Option(None, reason) for name, reason in without.items()}
+    why_not = {name: option.why_not for name, option in per_backend.items()}
+    usable = [name for name, reason in why_not.items() if reason is None]
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
 
     row = table.lookup(raw.op, raw.direction, text, dtype_name, numerics, device_info(device))
     tuned, misfits = _tuned(row, per_backend, bucket, dtype) if row is not None else ({}, {})
-    why_not = {name: None if name in tuned else option.why_not for name, option in per_backend.items()}
-    usable = [name for name, reason in why_not.items() if reason is None]
 
     def plan(name: str, why: str, row: table.Row | None = None) -> Plan:
         implementation = per_backend[name].implementation
         config = tuned.get(name)
         if config is None and implementation is not None and implementation.configure is not None:
-            config = implementation.space(bucket, dtype)[0]
+            config = implementation.configure(bucket, dtype)
+            if config is None:  # asked for by name where `auto` would go on
+                config = implementation.space(bucket, dtype)[0]
         logger.debug("%s %s %s -> %s (%s)", raw.key, text, dtype_name, name, why)
         launch = None if implementation is None else implementation.launch
         if launch is not None and raw.direct is not None:
@@ -101,16 +103,12 @@ def choose(
             why = f"the measured choice is refused: {misfits.get(choice.backend) or f'{choice.backend} {reason}'}"
             level = logging.WARNING if reason is None else logging.INFO
             log_once(("row-refused", problem, choice.backend), f"{problem}: {why}", level)
-    first = next((name for name in usable if not _leaves(per_backend[name].implementation, bucket, dtype)), usable[0])
+    first = next(
+        (name for name in usable if not lacks_default(per_backend[name].implementation, bucket, dtype)), usable[0]
+    )
     if numerics == "default" and raw.torch_first is not None and raw.torch_first(bucket, dtype, first):
         return plan("torch", f"{why}; torch's kernel is the better guess for these sizes")
     return plan(first, f"{why}; first of the static order that can run")
-
-
-def _leaves(implementation: Implementation | None, bucket: Any, dtype: Any) -> bool:
-    """Does a backend leave these sizes to the next, though a table's row may name one of its candidates?"""
-    configure = None if implementation is None else implementation.configure
-    return configure is not None and configure(bucket, dtype) is None
 
 
 def _write(raw: "RawOp", launch: Callable[..., None], outs: tuple[Any, ...], *args: Any, config: Any) -> None:

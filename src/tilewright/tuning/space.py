@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tilewright.dispatch import implementations
-from tilewright.dispatch.options import tunable
+from tilewright.dispatch.options import runnable
 from tilewright.dispatch.tables.configs import to_row
 from tilewright.tuning.problem import Problem, fake_call
 
@@ -76,7 +76,7 @@ def space(problem: Problem, search: Search, backend: str | None = None) -> Space
         plan = raw.plan(args, "auto", "default")
         bucket, dtype = raw.bucket_of(args, "default"), raw.dtype_of(args)
         impls = implementations(raw.op, raw.direction, raw.device_of(args).type)
-        able = tunable(raw, impls, args, "default")
+        able = runnable(raw, impls, args, "default")
     present = Trial(plan.backend, plan.config, default=True, kernel=plan.kernel)
     first, rest = [present], list[Trial]()
     for name, implementation in able.items():
