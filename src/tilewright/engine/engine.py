@@ -40,11 +40,14 @@ class Engine:
                   no more than max_batch * max_context.
     page_size     tokens of a page; prefixes are shared by whole pages.
     step_tokens   tokens of one step, so that a long prompt does not hold up those that decode.
-    graphs        CUDA graphs for steps that only decode; default: on a GPU.
+    graphs        CUDA graphs for steps that only decode: True insists, by default a model that cannot be captured runs
+                  without, and one log line says why.
 
     A request's keys and values lie in pages.  Prompts that begin alike share pages; new requests join between steps; a
     prompt is computed in chunks beside the steps of others; where pages are short the youngest request waits and
     computes its pages again.  The thread that computes is one step ahead of what the host has read.
+
+    While the engine lives, call the model through it alone.
 
     Greedy tokens are those of `model.generate` up to rounding: products of other sizes add in another order.  Drawn
     tokens depend on prompt, seed and logits alone.  Use as a context manager, or call `close`.
@@ -83,7 +86,7 @@ class Engine:
         self._scheduler = Scheduler(PagePool(pages, page_size), max_batch, step_tokens)
         self._model.allocate(pages, page_size)
         sizes = Sizes(max(step_tokens, max_batch), max_batch, -(-self.max_context // page_size))
-        self._runner = Runner(self._model, sizes, graphs is not False and self.device.type == "cuda")
+        self._runner = Runner(self._model, sizes, graphs)
         self._stops, _ = checks.special_tokens(model.generation_config, None, None)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._generations: dict[Sequence, Generation] = {}

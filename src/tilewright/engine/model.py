@@ -171,7 +171,10 @@ def _attend(
     refuse(kwargs)
     index: Any = module.layer_idx
     if paged_step is None:
-        raise InputError(f"{type(module).__name__} is not given what the engine passes to the model's forward.")
+        raise InputError(
+            f"{type(module).__name__} was called without the engine's pages. While an engine computes, its model is "
+            "called by it alone; or this model's layers do not hand arguments of forward to their attention."
+        )
     if isinstance(paged_step, _Shapes):
         paged_step[index] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None

@@ -13,7 +13,9 @@ from torch import Tensor
 from tilewright.engine.inputs import Sizes, StepInputs
 from tilewright.engine.model import PagedModel, Pages
 from tilewright.engine.scheduler import Chunk
+from tilewright.errors import BackendError
 from tilewright.generate.graphs import StepGraphs
+from tilewright.log import logger
 from tilewright.ops.sampling.sample import sample
 
 
@@ -34,7 +36,8 @@ class Results:
 class Runner:
     """One model and its state on the device.  One thread uses it, on one stream."""
 
-    def __init__(self, model: PagedModel, sizes: Sizes, graphs: bool) -> None:
+    def __init__(self, model: PagedModel, sizes: Sizes, graphs: bool | None) -> None:
+        """graphs: True must, None may, False does not capture."""
         device = model.device
         self.model, self.sizes = model, sizes
         self._inputs = StepInputs(sizes, device)
@@ -44,16 +47,18 @@ class Runner:
         pinned = device.type == "cuda"
         self._read = [torch.zeros(self._outputs.shape, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
         self._turn = 0
-        self._graphs = StepGraphs(device, torch.Generator(device)) if graphs else None
+        self._must_capture = graphs is True
+        can_capture = graphs is not False and device.type == "cuda"
+        self._graphs = StepGraphs(device, torch.Generator(device)) if can_capture else None
 
     def launch(self, chunks: Sequence[Chunk]) -> Results:
         """Queue a step on the current stream.  The results of the step before the last have been read."""
         tokens, batch = sum(chunk.count for chunk in chunks), len(chunks)
         decodes = tokens == batch
-        if decodes and self._graphs is not None:
+        if decodes and self._capture(self.padded(batch)):
             tokens = batch = self.padded(batch)
-            self._capture(batch)
             self._inputs.fill(chunks, tokens, batch)
+            assert self._graphs is not None
             self._graphs.replay(batch)
         else:
             self._inputs.fill(chunks, tokens, batch)
@@ -68,23 +73,32 @@ class Runner:
 
     def capture(self) -> None:
         """Have the graph of every batch size."""
-        if self._graphs is not None:
-            for batch in sorted({self.padded(batch) for batch in range(1, self.sizes.max_batch + 1)}):
-                self._capture(batch)
+        for batch in sorted({self.padded(batch) for batch in range(1, self.sizes.max_batch + 1)}):
+            self._capture(batch)
 
     def padded(self, batch: int) -> int:
         """The batch size whose graph serves `batch` sequences: a power of two, or one and a half times that."""
         power = 1 << (batch - 1).bit_length()
         return min(3 * power // 4 if power > 2 and batch <= 3 * power // 4 else power, self.sizes.max_batch)
 
-    def _capture(self, batch: int) -> None:
-        """Have the graph of `batch` sequences.  Its warm-up runs with sequences of length 0 alone."""
-        assert self._graphs is not None
-        if batch not in self._graphs:
-            self._wait()  # `fill` below takes a turn that no step has
-            self._inputs.fill((), batch, batch)
+    def _capture(self, batch: int) -> bool:
+        """Have the graph of `batch` sequences; False where steps are launched one by one.
+
+        Its warm-up runs with sequences of length 0 alone.
+        """
+        if self._graphs is None or batch in self._graphs:
+            return self._graphs is not None
+        self._wait()  # `fill` below takes a turn that no step has
+        self._inputs.fill((), batch, batch)
+        try:
             self._graphs.capture(batch, lambda: self._compute(batch, batch, decodes=True), lambda: None)
-            self._wait()
+        except BackendError as error:
+            if self._must_capture:
+                raise
+            logger.warning("steps are launched one by one, without CUDA graphs: %s", error)
+            self._graphs = None
+        self._wait()
+        return self._graphs is not None
 
     def _wait(self) -> None:
         torch.cuda.current_stream(self.model.device).synchronize()
