@@ -47,6 +47,7 @@ PROBLEMS = {
     "moe_permute": [MOVED],
     "moe_unpermute": [MOVED],
     "fused_moe": [{"M": 4, "E": 3, "K": 2, "H": 8, "I": 6}],
+    "fused_moe_bias": [{"M": 4, "E": 3, "K": 2, "H": 8, "I": 6, "interleaved": True}],
     "merge_states": [STATES, {**STATES, "form": "pair"}, {**STATES, "blind": 1}],
 }
 CASES = [(name, problem) for name in SUBJECTS for problem in PROBLEMS[name]]  # an op without a problem is an error

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tilewright.ops.kvcache.mla_kv_append_ import mla_kv_append_
     from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
     from tilewright.ops.moe.fused_moe import fused_moe
+    from tilewright.ops.moe.fused_moe_bias import fused_moe_bias
     from tilewright.ops.moe.moe_align import moe_align
     from tilewright.ops.moe.moe_permute import moe_permute
     from tilewright.ops.moe.moe_unpermute import moe_unpermute
@@ -83,6 +84,7 @@ __all__ = [
     "fmha_paged",
     "fmha_varlen",
     "fused_moe",
+    "fused_moe_bias",
     "geglu",
     "gelu_and_mul",
     "greedy",
@@ -145,7 +147,15 @@ _FAMILIES = {
         "splitk_reduce",
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
-    "moe": ("fused_moe", "moe_align", "moe_permute", "moe_unpermute", "topk_sigmoid", "topk_softmax"),
+    "moe": (
+        "fused_moe",
+        "fused_moe_bias",
+        "moe_align",
+        "moe_permute",
+        "moe_unpermute",
+        "topk_sigmoid",
+        "topk_softmax",
+    ),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",
