@@ -16,11 +16,13 @@ bf16: a token whose router nearly ties may go to another expert.
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode_8b import fill
+from llama_variants import shared_copy
 
 import tilewright
 from tilewright.bench import machine
@@ -93,12 +95,6 @@ def prefilling(model: Any, length: int) -> Call:
     return prefill
 
 
-def choose(model: Any, form: str) -> tilewright.models.patching.Patch | None:
-    """Give the model this form of experts; the patch to undo for ours."""
-    model.set_experts_implementation("grouped_mm" if form == "patched" else form)
-    return tilewright.patch(model, verify=False) if form == "patched" else None
-
-
 def graph_of(call: Call, device: torch.device) -> Callable[[], None]:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -114,33 +110,33 @@ def graph_of(call: Call, device: torch.device) -> Callable[[], None]:
 
 
 @torch.inference_mode()
-def measured(model: Any, call: Call, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of every form, and the ratios."""
+def measured(
+    models: dict[str, Any], make: Callable[[Any], Call], tokens: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Milliseconds of every form, and the ratios.   models: "plain" and "patched", on the same weights."""
     device = torch.device(options.device)
-    forms = [
-        f
-        for f in FORMS
-        if not (f == "batched_mm" and tokens > MOST_BATCHED) and not (f == "eager" and tokens > MOST_EAGER)
-    ]
+    most = {"batched_mm": MOST_BATCHED, "eager": MOST_EAGER}
     row: dict[str, Any] = {"graph_ms": {}, "launched_ms": {}, "failed": {}}
     graphs: dict[str, Callable[[], None]] = {}
     outputs: dict[str, torch.Tensor] = {}
-    for form in forms:
-        patch = choose(model, form)
+    theirs = make(models["plain"])
+    for form in FORMS:
+        if tokens > most.get(form, tokens):
+            continue
+        call = make(models["patched"]) if form == "patched" else theirs
+        if form != "patched":
+            models["plain"].set_experts_implementation(form)
         try:
             outputs[form] = call().float()
             if device.type == "cuda":
                 if form != "eager":
                     graphs[form] = graph_of(call, device)
-                samples = interleave({form: call}, device=device, rounds=8, warmup=2, measure="wall", limit_s=1.0)
+                samples = interleave({form: call}, device=device, rounds=8, warmup=2, measure="wall", limit_s=0.4)
                 row["launched_ms"][form] = samples[form].median / 1e3
         except Exception as error:
             row["failed"][form] = f"{type(error).__name__}: {str(error)[:200]}"
-        finally:
-            if patch is not None:
-                patch.undo()
     if graphs:
-        for form, samples in interleave(graphs, device=device, rounds=options.rounds, limit_s=4.0).items():
+        for form, samples in interleave(graphs, device=device, rounds=options.rounds, limit_s=1.5).items():
             row["graph_ms"][form] = samples.median / 1e3
     for kind in ("graph", "launched"):
         times = row[f"{kind}_ms"]
@@ -165,18 +161,22 @@ def main() -> None:
     parser.add_argument("--prefills", default="2048,8192")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    model = build(options)
-    with tilewright.patch(model, verify=False) as patch:
-        report = str(patch.report())
-    cases = [(f"decode batch {b}", int(b), decoding(model, int(b), options.context)) for b in options.batches.split(",")]
-    cases += [(f"prefill {s}", int(s), prefilling(model, int(s))) for s in options.prefills.split(",")]
+    plain = build(options)
+    patched = shared_copy(plain)
+    report = str(tilewright.patch(patched, verify=False).report())
+    models = {"plain": plain, "patched": patched}
+    cases: list[tuple[str, int, Callable[[Any], Call]]] = []
+    for batch in map(int, options.batches.split(",")):
+        cases.append((f"decode batch {batch}", batch, partial(decoding, batch=batch, context=options.context)))
+    for length in map(int, options.prefills.split(",")):
+        cases.append((f"prefill {length}", length, partial(prefilling, length=length)))
     sizes = {k: getattr(options, k) for k in ("layers", "width", "inner", "experts", "context")}
     result: dict[str, Any] = {"commit": commit(), "sizes": sizes, "report": report.splitlines(), "cases": {}}
     if options.device != "cpu":
         device, before = torch.device(options.device), machine.clocks(options.device)
         result["machine"] = machine.describe(device, before=before, after=before).to_dict()
-    for name, tokens, call in cases:
-        result["cases"][name] = row = measured(model, call, tokens, options)
+    for name, tokens, make in cases:
+        result["cases"][name] = row = measured(models, make, tokens, options)
         print(name, json.dumps(row), flush=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.zoo import MODELS, build, tokens
+from tests.models.zoo import build, build_as, tokens
 from torch import Tensor, nn
 
 from tilewright import ops
@@ -39,14 +39,12 @@ KINDS = ["experts", "routers"]
 
 
 def family(name: str, **options: Any) -> nn.Module:
-    MODELS_OF = MODELS | _EXTRA
-    if name in MODELS:
-        return build(name, **FAMILIES[name][0], **options)
-    MODELS[name] = MODELS_OF[name]
-    try:
-        return build(name, **FAMILIES[name][0], **options)
-    finally:
-        del MODELS[name]
+    """A tiny model of `FAMILIES`."""
+    options = {**FAMILIES[name][0], **options}
+    if name in _EXTRA:
+        prefix, own = _EXTRA[name]
+        return build_as(prefix, {**own, **options})
+    return build(name, **options)
 
 
 def rows(model: nn.Module, kind: str, **options: Any) -> list[Row]:
@@ -77,7 +75,9 @@ def test_what_every_block_runs_and_that_it_is_the_same(name: str) -> None:
             said = {row.text.rsplit(" (", 1)[0] for row in p.report().rows if row.kind == kind}
             assert said == {text}
         assert error(logits(model, ids), exact) <= 2 * error(before, exact) + 1e-6
-        assert {key: value.data_ptr() for key, value in model.state_dict().items()}.keys() == state.keys()
+        assert model.state_dict().keys() == state.keys()
+        for parameter in model.parameters():
+            parameter.data.zero_()
         model.load_state_dict(state)
         assert error(logits(model, ids), exact) <= 2 * error(before, exact) + 1e-6
     assert torch.equal(logits(model, ids), before)
@@ -154,7 +154,7 @@ def _reference_top_k(logits: Tensor, k: int) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("experts", [8, 64, 128, 256])
 def test_ties_on_a_gpu_go_where_the_model_sends_them(experts: int) -> None:
-    """torch.topk on a GPU takes the lower ids of equals, as ours: so a patched router sends tokens to the same experts."""
+    """torch.topk on a GPU takes the lower ids of equals, as ours does: tokens go to the same experts."""
     torch.manual_seed(0)
     coarse = (2 * torch.randn(4000, experts, device="cuda")).round().bfloat16()
     k = 8 if experts > 8 else 2
@@ -172,38 +172,32 @@ def test_ties_on_a_gpu_go_where_the_model_sends_them(experts: int) -> None:
 @pytest.mark.parametrize("backend", [None, "triton"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_on_a_gpu(name: str, backend: str | None, dtype: torch.dtype) -> None:
-    """Every block by itself, with the tokens that reach it: whole models in half types differ where routers nearly tie."""
-    wide = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 4}
-    model = family(name, **{k: v for k, v in wide.items() if k != "moe_intermediate_size" or k in _EXTRA.get(name, MODELS.get(name, ("", {})))[1]})
-    model = model.cuda().to(dtype)
-    x = torch.randn(2, 70, 256, device="cuda", dtype=dtype)
+    """Every block by itself: whole models in half types differ where a router nearly ties."""
+    check_blocks(name, backend, dtype, torch.device("cuda"))
+
+
+def check_blocks(name: str, backend: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Routers choose the same experts of the same logits; experts are as near to a wider copy as their own forward."""
+    model = family(name, hidden_size=256, intermediate_size=512, num_attention_heads=4).to(device, dtype)
+    run_plainly(model)
+    x = torch.randn(140, 256, device=device, dtype=dtype)
     for layer in model.model.layers:
-        block = layer.mlp
-        if not any("experts" in child for child, _ in block.named_children()):
+        block: Any = layer.mlp
+        if not hasattr(block, "experts"):
             continue
-        exact_block = copy.deepcopy(block).double() if dtype == torch.float32 else copy.deepcopy(block).float()
-        run_plainly_block(exact_block)
-        run_plainly_block(block)
+        router = "gate" if hasattr(block, "gate") else "router"
+        wider = torch.float64 if dtype == torch.float32 else torch.float32
+        exact_experts = copy.deepcopy(block.experts).to(wider)
         with torch.no_grad():
-            chosen = router_of(block)(x.flatten(0, 1))
-            before = experts_of(block)(x.flatten(0, 1), chosen[2], chosen[1])
-            exact = experts_of(exact_block)(x.flatten(0, 1).to(next(exact_block.parameters()).dtype), chosen[2],
-                                            chosen[1].to(next(exact_block.parameters()).dtype))  # fmt: skip
+            values, weights, ids = getattr(block, router)(x)
+            before = block.experts(x, ids, weights)
+            exact = exact_experts(x.to(wider), ids, weights.to(wider)).double()
             with patch(block, verify=False, ops=KINDS, backend=backend):
-                again = router_of(block)(x.flatten(0, 1))
-                got = experts_of(block)(x.flatten(0, 1), chosen[2], chosen[1])
-        assert torch.equal(again[0], chosen[0])
-        assert torch.equal(again[2].sort(-1).values, chosen[2].sort(-1).values)
-        assert error(got, exact.double()) <= 2 * error(before, exact.double()) + 1e-6
-
-
-def router_of(block: nn.Module) -> nn.Module:
-    return getattr(block, "gate", None) or block.router  # type: ignore[return-value]
-
-
-def experts_of(block: nn.Module) -> nn.Module:
-    return block.experts  # type: ignore[return-value]
-
-
-def run_plainly_block(block: nn.Module) -> None:
-    block.experts.config._experts_implementation = "eager"  # type: ignore[union-attr]
+                got_values, got_weights, got_ids = getattr(block, router)(x)
+                got = block.experts(x, ids, weights)
+        assert torch.equal(got_values, values)
+        ours, theirs = got_ids.sort(-1), ids.sort(-1)
+        assert torch.equal(ours.values, theirs.values)
+        close = {"rtol": 1e-6 if weights.dtype == torch.float32 else 2**-7, "atol": 0}
+        torch.testing.assert_close(got_weights.gather(1, ours.indices), weights.gather(1, theirs.indices), **close)
+        assert error(got, exact) <= 2 * error(before, exact) + 1e-6

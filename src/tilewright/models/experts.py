@@ -122,7 +122,9 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
         raise NotReplaceable("experts", reason)
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     if len(names) != 3:
-        raise NotReplaceable("experts", f"its forward takes {', '.join(names)}; needs tokens, their experts and weights")
+        raise NotReplaceable(
+            "experts", f"its forward takes {', '.join(names)}; needs tokens, their experts and weights"
+        )
     best: tuple[ExpertsRecipe, Match] | None = None
     for form in forms:
         recipe = dataclasses.replace(form, arguments=names)

@@ -37,9 +37,7 @@ def cost(sample: Sample, direction: str) -> Cost:
 
 
 _OSS = {"E": 32, "K": 4, "H": 2880, "I": 2880, "interleaved": True, "transposed": True}
-WORKLOADS = tuple(
-    Workload(f"gpt_oss_20b_{m}", {"M": m, **_OSS}, (torch.bfloat16,), ("fwd",)) for m in (4096, 64, 1)
-)
+WORKLOADS = tuple(Workload(f"gpt_oss_20b_{m}", {"M": m, **_OSS}, (torch.bfloat16,), ("fwd",)) for m in (4096, 64, 1))
 CPU_WORKLOADS = (Workload("small", {"M": 32, "E": 8, "K": 2, "H": 64, "I": 48}, (torch.bfloat16,), ("fwd",)),)
 
 

@@ -64,7 +64,16 @@ def _gate_kernel(
 
 @triton.jit
 def _combine_kernel(
-    out, y, bias, weights, ids, expert_map, positions, N, K: tl.constexpr, BLOCK_N: tl.constexpr  # y: (S, N)
+    out,
+    y,
+    bias,
+    weights,
+    ids,
+    expert_map,
+    positions,
+    N,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # y: (S, N)
 ):
     token = tl.program_id(0).to(tl.int64)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
