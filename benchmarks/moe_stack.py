@@ -9,8 +9,8 @@ in one process on the same weights:
   patched                         `tilewright.patch(model)`: experts, routers, norms, rotary embeddings
 A decoding step reads transformers' static cache of `--context` tokens; a prefill has no cache.  `graph` is the time of
 a CUDA graph of the call, `launched` the wall time launch by launch; `eager` asks the host which experts have tokens, so
-it has no graph.  `ratio` is the best form of transformers over ours.  `difference` is relative, from grouped_mm, both in
-bf16: a token whose router nearly ties may go to another expert.
+it has no graph.  `ratio` is the best form of transformers over ours.  `difference` is relative, from grouped_mm, both
+in bf16: a token whose router nearly ties may go to another expert.
 """
 
 import argparse
@@ -86,6 +86,7 @@ def decoding(model: Any, batch: int, context: int) -> Call:
 
 
 def prefilling(model: Any, length: int) -> Call:
+    """A forward of so many tokens without a cache."""
     tokens = (torch.arange(length, device=model.device) * 7 % model.config.vocab_size)[None]
 
     def prefill() -> torch.Tensor:
@@ -96,6 +97,7 @@ def prefilling(model: Any, length: int) -> Call:
 
 
 def graph_of(call: Call, device: torch.device) -> Callable[[], None]:
+    """The call as a CUDA graph; returns its replay."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -133,7 +135,7 @@ def measured(
                     graphs[form] = graph_of(call, device)
                 samples = interleave({form: call}, device=device, rounds=8, warmup=2, measure="wall", limit_s=0.4)
                 row["launched_ms"][form] = samples[form].median / 1e3
-        except Exception as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # a form that cannot run here is told as such
             row["failed"][form] = f"{type(error).__name__}: {str(error)[:200]}"
     if graphs:
         for form, samples in interleave(graphs, device=device, rounds=options.rounds, limit_s=1.5).items():
@@ -149,6 +151,7 @@ def measured(
 
 
 def main() -> None:
+    """Measure every case, and write after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--device", default="cuda")

@@ -24,6 +24,7 @@ from tilewright.models.stand_in import (
     Match,
     NotReplaceable,
     Proposal,
+    call,
     obstacle,
     only_argument,
     probing,
@@ -156,8 +157,8 @@ def _sample(
             clone._buffers[correction] = 0.2 * torch.randn(experts)
         x = (2 * torch.randn(_TOKENS, width)).to(dtype)
         try:
-            made = type(module).forward(clone, x)
-        except Exception:  # whatever it is, it is no router
+            made = call("routers", type(module).forward, clone, x)
+        except NotReplaceable:  # whatever it is, it is no router
             return None
     if not (isinstance(made, tuple) and len(made) == 3 and all(isinstance(t, Tensor) for t in made)):
         return None

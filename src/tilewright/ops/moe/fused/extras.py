@@ -1,4 +1,4 @@
-"""What a public call of `fused_moe` is made of beside its experts: shared experts, and which op has the experts' form."""
+"""What a call of `fused_moe` is made of beside its experts: shared experts, and which op has the experts' form."""
 
 from typing import NamedTuple
 

@@ -76,7 +76,7 @@ def _bad(name: str, match: str, *, width: int = 8, **changes: Any) -> BadInput:
 BAD_INPUTS = (
     _bad("another width", r"needs \(T, H\)", width=7),
     _bad("a bias of another size", r"w1_bias is \(4, 6\)", w1_bias=lambda d: torch.ones(4, 6, device=d)),
-    _bad("a bias of another dtype", "torch.float32, a row for each", w2_bias=lambda d: torch.ones(4, 8, device=d).half()),
+    _bad("a bias of another dtype", "torch.float32, a row", w2_bias=lambda d: torch.ones(4, 8, device=d).half()),
     _bad("no tensor", "w1_bias is a float", w1_bias=1.0),
     _bad("no such activation", "activation is 'tanh'", activation="tanh"),
     _bad("a limit below 0", "limit is -1", limit=-1.0),

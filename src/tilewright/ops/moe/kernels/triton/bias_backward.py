@@ -1,9 +1,9 @@
 """The gate of `fused_moe_bias`, backwards, and the gradients of its biases.
 
 With h = gate(product + bias), a row's gradient before its weight dh, and its weight w: dweight = sum(h dh) + sum of the
-second bias times dy; the gradients of gate and up get w dh; w h is what dw2 is made of.  A program takes a row.  Biases'
-gradients are sums over the rows of an expert, row after row, by programs that take some columns of one expert: nothing
-is added atomically.
+second bias times dy; the gradients of gate and up get w dh; w h is what dw2 is made of.  A program takes a row.
+Gradients of biases are sums over the rows of an expert, by programs that take some columns of one expert: nothing is
+added atomically.
 """
 
 import torch
