@@ -29,13 +29,13 @@ class Config(NamedTuple):
     rows: int
 
 
-MOST_ROWS = 1024
-CONFIGS = tuple(Config(1 << power) for power in range(11))
+CONFIGS = (Config(16), Config(64), Config(256))
 
 
 def configure(bucket: FusedMoeBiasBucket, dtype: torch.dtype) -> Config:
-    """Chooses by the rows that an expert has on average.  Unmeasured."""
-    return Config(min(expected_rows(bucket), MOST_ROWS))
+    """Chooses the least that holds the rows that an expert has on average.  Unmeasured."""
+    expected = expected_rows(bucket)
+    return next((config for config in CONFIGS if expected <= config.rows), CONFIGS[-1])
 
 
 def candidates(bucket: FusedMoeBiasBucket, dtype: torch.dtype) -> tuple[Config, ...]:
