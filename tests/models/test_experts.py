@@ -133,16 +133,48 @@ def test_mxfp4_is_left_by_name() -> None:
     assert "dequantize=True" in row.text
 
 
-def test_the_experts_of_llama4_are_left_by_name() -> None:
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_blocks_of_llama4(k: int) -> None:
+    check_llama4(k, "torch", torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_the_blocks_of_llama4_on_a_gpu(backend: str | None) -> None:
+    check_llama4(1, backend, torch.device("cuda"))
+
+
+def check_llama4(k: int, backend: str | None, device: torch.device) -> None:
+    """Every block is replaced, computes the same with gradients, and is undone."""
     import transformers
 
     config = transformers.Llama4TextConfig(
         vocab_size=128, hidden_size=32, intermediate_size=16, intermediate_size_mlp=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=k,
+        pad_token_id=0,
     )  # fmt: skip
-    report = patch(transformers.Llama4ForCausalLM(config), verify=False).report()
-    said = {row.text for row in report.rows if row.kind == "experts"}
-    assert said == {"its forward takes hidden_states; needs tokens, their experts and weights"}
+    torch.manual_seed(0)
+    model: Any = transformers.Llama4ForCausalLM(config).to(device).eval()
+    ids = tokens(1, 12).to(device)
+    for parameter in model.parameters():
+        if parameter.dim() == 3:  # zeros as they are made
+            torch.nn.init.normal_(parameter, 0, 0.3)
+
+    def run() -> tuple[Tensor, Tensor]:
+        out = model(input_ids=ids, use_cache=False).logits
+        return out.detach(), torch.autograd.grad(out.square().sum(), model.model.layers[0].feed_forward.router.weight)[
+            0
+        ]
+
+    before, gradient = run()
+    with patch(model, verify=False, mode="train", ops=KINDS, backend=backend) as p:
+        text = f"ops.fused_moe_bias, silu, {k} experts of tokens times their scores"
+        said = {row.text.rsplit(" (", 1)[0] for row in p.report().rows if row.kind == "experts"}
+        assert said == {text, "each take all tokens: what runs is decided by the block that holds them"}
+        after, patched_gradient = run()
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(patched_gradient, gradient, rtol=1e-3, atol=1e-5)
+    assert torch.equal(run()[0], before)
 
 
 def _reference_top_k(logits: Tensor, k: int) -> Tensor:

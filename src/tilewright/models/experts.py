@@ -121,6 +121,8 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if reason := obstacle(module):
         raise NotReplaceable("experts", reason)
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    if len(names) == 1:
+        raise NotReplaceable("experts", "each take all tokens: what runs is decided by the block that holds them")
     if len(names) != 3:
         raise NotReplaceable(
             "experts", f"its forward takes {', '.join(names)}; needs tokens, their experts and weights"
