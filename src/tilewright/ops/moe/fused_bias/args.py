@@ -45,7 +45,7 @@ class FusedMoeBiasBackwardArgs(NamedTuple):
     @property
     def forward(self) -> FusedMoeBiasArgs:
         """The arguments of the forward."""
-        return FusedMoeBiasArgs(*tuple(self)[1:13])
+        return FusedMoeBiasArgs(*tuple(self)[1:13])  # type: ignore[arg-type]
 
 
 class FusedMoeBiasBucket(NamedTuple):

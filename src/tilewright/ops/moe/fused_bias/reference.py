@@ -45,7 +45,7 @@ def experts_backward(args: FusedMoeBiasBackwardArgs) -> tuple[Tensor, ...]:
     wanted = [name for name in DIFFERENTIATED if getattr(forward, name) is not None]
 
     def run(*tensors: Tensor) -> Tensor:
-        return experts(forward._replace(**dict(zip(wanted, tensors, strict=True))))
+        return experts(forward._replace(**dict(zip(wanted, tensors, strict=True))))  # type: ignore[arg-type]
 
     found = dict(zip(wanted, vjp(run, tuple(getattr(forward, n) for n in wanted), (args.dy,)), strict=True))
     return tuple(

@@ -16,7 +16,8 @@ from tilewright.ops.exponential import exp
 from tilewright.ops.moe.fused_bias.args import FusedMoeBiasArgs
 from tilewright.ops.moe.kernels.pipeline import Order
 
-MOST_COLUMNS = 1024
+MOST_COLUMNS = 1024  # of a program of the gate
+MOST_SUMMED = 512  # of one of the sum: 1024 in float32 spill
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def combine(out: Tensor, y: Tensor, args: FusedMoeBiasArgs, rows: Order) -> None
     assert args.w2_bias is not None, "without a bias the sum is `moe_unpermute`"
     tokens, k = rows.positions.shape
     width = y.shape[1]
-    block = min(MOST_COLUMNS, max(128, triton.next_power_of_2(width)))
+    block = min(MOST_SUMMED, max(128, triton.next_power_of_2(width)))
     _combine(
         (tokens, triton.cdiv(width, block)),
         (
