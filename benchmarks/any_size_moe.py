@@ -56,3 +56,12 @@ def fused_moe(draw: Draw, model: Model) -> Sizes | None:
     params = {"M": m, "E": experts, "K": k, "H": h, "I": i}
     elements = 3 * experts * h * i + 2 * m * h
     return Sizes("experts", params, half(draw), flops=6.0 * m * k * h * i, elements=elements)
+
+
+def fused_moe_bias(draw: Draw, model: Model) -> Sizes | None:
+    """The same with biases, gates beside ups or before them, weights along either dimension."""
+    sizes = fused_moe(draw, model)
+    if sizes is None:
+        return None
+    params = {**sizes.params, "interleaved": draw.chance(0.5), "transposed": draw.chance(0.5)}
+    return sizes._replace(params=params)

@@ -13,7 +13,7 @@ import torch
 from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla, mla_decode
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
 from any_size_kvcache import kv_append, kv_block_table, kv_copy_pages, kv_gather, mla_kv_append, rope_kv_append
-from any_size_moe import fused_moe, moe_align, moved_rows, topk_sigmoid, topk_softmax
+from any_size_moe import fused_moe, fused_moe_bias, moe_align, moved_rows, topk_sigmoid, topk_softmax
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
@@ -344,6 +344,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "fmha_varlen": (3, fmha_varlen),
     "fused_moe": (2, fused_moe),
     "fused_moe_fp8": (1, fused_moe),
+    "fused_moe_bias": (1, fused_moe_bias),
     "geglu": (1, activation),
     "gelu_and_mul": (1, activation),
     "greedy": (1, greedy),

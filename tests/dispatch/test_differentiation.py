@@ -56,6 +56,7 @@ PROBLEMS = {
         {**ENTROPY, "K": 4, "bias": True, "chunk_rows": 2},
         {**ENTROPY, "K": 4, "z_loss": 0.1, "reduction": "none"},
     ],
+    "fused_moe_bias": [{"M": 4, "E": 3, "K": 2, "H": 8, "I": 6, "interleaved": True}],
     "merge_states": [STATES, {**STATES, "form": "pair"}, {**STATES, "blind": 1}],
 }
 CASES = [(name, problem) for name in SUBJECTS for problem in PROBLEMS[name]]  # an op without a problem is an error

@@ -64,10 +64,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # prefix and suffix of transf
 
 def build(name: str, **options: Any) -> nn.Module:
     """A model of `MODELS` in evaluation mode and float32; `options` override its configuration."""
+    prefix, own = MODELS[name]
+    return build_as(prefix, {**own, **options})
+
+
+def build_as(prefix: str, options: dict[str, Any]) -> nn.Module:
+    """The same of a prefix of transformers' classes."""
     import transformers
 
-    prefix, own = MODELS[name]
-    options = {"attn_implementation": "sdpa", **_COMMON, **own, **options}
+    options = {"attn_implementation": "sdpa", **_COMMON, **options}
     attention = options.pop("attn_implementation")
     config = getattr(transformers, f"{prefix}Config")(**options)
     cls = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")

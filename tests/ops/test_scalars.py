@@ -16,6 +16,7 @@ from tilewright.dispatch.effects import pure
 from tilewright.errors import InputError
 
 FLOATS = {"eps": 0.5, "offset": 1.0, "alpha": 0.5, "scale": 0.5, "softcap": 2.0}
+FLOATS |= {"limit": 0.5}
 FLOATS |= {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition": 0.5, "presence": 0.5, "frequency": 0.5}
 FLOATS |= {"label_smoothing": 0.5, "z_loss": 0.5}
 SIZES = {

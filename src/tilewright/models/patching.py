@@ -38,15 +38,16 @@ def patch(
     involved. Only instances change; no class or module of transformers is touched, its registries of attention get
     names of ours and lose none, and other models are not affected. Attention keeps its masks, windows and dropout: it
     is SDPA, or `ops.fmha` where that was measured faster or `backend` names it.  Experts in the form of transformers'
-    interface run by `ops.fused_moe` on a GPU, and on a CPU as before.
+    interface run by `ops.fused_moe` or `ops.fused_moe_bias` on a GPU, and on a CPU as before; so do their routers, by
+    `ops.topk_softmax` or `ops.topk_sigmoid`.
     Linear layers run on our product for those numbers of rows at which it was measured faster on this GPU, and as
     before for all others and wherever a gradient is needed.
 
     mode     "inference", or "train", which uses only ops that have a gradient and also verifies gradients
     verify   compare logits with a float32 copy of the unpatched model (float64 for a float32 model), which needs memory
     inputs   what `verify` runs on: token ids (B, S) or keyword arguments of the model; None draws random tokens
-    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts") or of ops
-             ("rms_norm", ...)
+    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers") or
+             of ops ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
     fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against

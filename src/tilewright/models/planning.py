@@ -14,7 +14,18 @@ from typing import Literal
 from torch import nn
 
 from tilewright.dispatch import contract
-from tilewright.models import decoder_layers, experts, fp8_linears, linears, mlps, norms, rotary, rotary_tables
+from tilewright.models import (
+    decoder_layers,
+    experts,
+    fp8_linears,
+    linears,
+    mlps,
+    norms,
+    rotary,
+    rotary_tables,
+    routers,
+    scored_blocks,
+)
 from tilewright.models.report import Row
 from tilewright.models.stand_in import NotReplaceable, Proposal
 
@@ -47,6 +58,8 @@ def _propose(model: nn.Module, heads: frozenset[nn.Module] | None, backend: str 
         answers = _ask(partial(norms.find, backend=backend), module)
         answers += _ask(partial(mlps.find, backend=backend), module)
         answers += _ask(partial(experts.find, backend=backend), module)
+        answers += _ask(partial(scored_blocks.find, backend=backend), module)
+        answers += _ask(partial(routers.find, backend=backend), module)
         fp8: list[Proposal | NotReplaceable] = []
         if heads is not None:
             fp8 = _ask(partial(fp8_linears.find, heads=heads, backend=backend), module)

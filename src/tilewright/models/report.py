@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts"]
+Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers"]
 OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
     "norm": ("rms_norm", "layer_norm"),
     "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
     "rotary": ("apply_rope",),
     "add_norm": ("add_rms_norm",),
     "linear": ("matmul",),
-    "experts": ("fused_moe",),
+    "experts": ("fused_moe", "fused_moe_bias"),
+    "routers": ("topk_softmax", "topk_sigmoid"),
     "attention": (),  # a name in the model's configuration: see `attention.choice`
 }
 """The names that `patch(ops=)` allows: kinds of modules, and the ops that replace them."""

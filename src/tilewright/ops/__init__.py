@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
     from tilewright.ops.moe.fused_moe import fused_moe
     from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
+    from tilewright.ops.moe.fused_moe_bias import fused_moe_bias
     from tilewright.ops.moe.moe_align import moe_align
     from tilewright.ops.moe.moe_permute import moe_permute
     from tilewright.ops.moe.moe_unpermute import moe_unpermute
@@ -88,6 +89,7 @@ __all__ = [
     "fmha_varlen",
     "fused_moe",
     "fused_moe_fp8",
+    "fused_moe_bias",
     "geglu",
     "gelu_and_mul",
     "greedy",
@@ -152,7 +154,16 @@ _FAMILIES = {
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
     "loss": ("cross_entropy", "linear_cross_entropy"),
-    "moe": ("fused_moe", "fused_moe_fp8", "moe_align", "moe_permute", "moe_unpermute", "topk_sigmoid", "topk_softmax"),
+    "moe": (
+        "fused_moe",
+        "fused_moe_bias",
+        "fused_moe_fp8",
+        "moe_align",
+        "moe_permute",
+        "moe_unpermute",
+        "topk_sigmoid",
+        "topk_softmax",
+    ),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",

@@ -3,11 +3,14 @@
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
+from tilewright.errors import InputError
 from tilewright.ops.moe.fused import samples
 from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket, fused_bucket
 from tilewright.ops.moe.fused.checks import check, scales_of
 from tilewright.ops.moe.fused.reference import experts, experts_backward
 from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
+from tilewright.ops.moe.fused.extras import SharedExperts, check_shared, has_bias_form, with_shared
+from tilewright.ops.moe.fused_moe_bias import fused_moe_bias
 
 
 @dispatch("fused_moe")
@@ -23,6 +26,12 @@ def fused_moe(
     quant: str | None = None,
     w1_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    shared_experts: SharedExperts | tuple[Tensor, ...] | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -40,10 +49,30 @@ def fused_moe(
     first product again.
     quant: None, or "fp8_block": w1 and w2 are float8_e4m3fn with scales w1_scale and w2_scale of 128 x 128 blocks, and
     the rest is `fused_moe_fp8`, with "silu" alone and without gradients.
+    w1_bias: (E, 2 I), w2_bias: (E, H), interleaved, and activation "swigluoai" with its alpha and limit: the rest is
+    `fused_moe_bias`, the form of gpt-oss.
+    shared_experts: (w1 (2 I_s, H), w2 (H, I_s)) or with a gate (1, H) as third: an MLP of every token, with the same
+    activation, whose output, times sigmoid(x gate^T) if there is a gate, is added.  It consists of `matmul`,
+    `silu_and_mul` or `gelu_and_mul`, and torch's sum; backend= speaks of the experts alone.
     out: contiguous tensor to write instead of allocating; no gradient then.
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for other dtypes and for shapes that do not fit; ids are looked at as in `moe_align`.
     """
+    if shared_experts is not None:
+        check_shared(x, shared_experts, activation)
+        routed = fused_moe(
+            x, w1, w2, topk_weights, topk_ids, activation=activation, expert_map=expert_map, quant=quant,
+            w1_scale=w1_scale, w2_scale=w2_scale, w1_bias=w1_bias, w2_bias=w2_bias, interleaved=interleaved,
+            alpha=alpha, limit=limit, backend=backend,
+        )  # fmt: skip
+        return with_shared(routed, x, SharedExperts(*shared_experts), activation, out)
+    if has_bias_form(activation, interleaved, alpha, limit, w1_bias, w2_bias):
+        if quant is not None:
+            raise InputError(f"fused_moe: quant is {quant!r}; experts with biases or a clamped gate need None.")
+        return fused_moe_bias(
+            x, w1, w2, topk_weights, topk_ids, w1_bias=w1_bias, w2_bias=w2_bias, expert_map=expert_map,
+            activation=activation, interleaved=interleaved, alpha=alpha, limit=limit, out=out, backend=backend,
+        )  # fmt: skip
     scales = scales_of(quant, activation, w1_scale, w2_scale)
     if scales is not None:
         return fused_moe_fp8(
@@ -65,7 +94,7 @@ def reference(
     expert_map: Tensor | None = None,
     quant: str | None = None,
 ) -> Tensor:
-    """The same in plain torch: sort, gather, two grouped products, scatter."""
+    """The same in plain torch: sort, gather, two grouped products, scatter.  Other forms: `fused_moe_bias`."""
     return experts(FusedMoeArgs(x, w1, w2, topk_weights, topk_ids, expert_map, activation))
 
 
