@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from tilewright.ops.loss.cross_entropy import cross_entropy
     from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
     from tilewright.ops.moe.fused_moe import fused_moe
-    from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
     from tilewright.ops.moe.fused_moe_bias import fused_moe_bias
+    from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
     from tilewright.ops.moe.moe_align import moe_align
     from tilewright.ops.moe.moe_permute import moe_permute
     from tilewright.ops.moe.moe_unpermute import moe_unpermute
@@ -88,8 +88,8 @@ __all__ = [
     "fmha_paged",
     "fmha_varlen",
     "fused_moe",
-    "fused_moe_fp8",
     "fused_moe_bias",
+    "fused_moe_fp8",
     "geglu",
     "gelu_and_mul",
     "greedy",

@@ -7,10 +7,10 @@ from tilewright.errors import InputError
 from tilewright.ops.moe.fused import samples
 from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket, fused_bucket
 from tilewright.ops.moe.fused.checks import check, scales_of
-from tilewright.ops.moe.fused.reference import experts, experts_backward
-from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
 from tilewright.ops.moe.fused.extras import SharedExperts, check_shared, has_bias_form, with_shared
+from tilewright.ops.moe.fused.reference import experts, experts_backward
 from tilewright.ops.moe.fused_moe_bias import fused_moe_bias
+from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
 
 
 @dispatch("fused_moe")
