@@ -67,8 +67,8 @@ __device__ inline void release_stage(Barrier& empty) {
     if (lane_index() == 0) empty.arrive();
 }
 
-// Releases a stage that the lanes of this warp have loaded to registers.  An arrival does not wait for loads under way (ldmatrix):
-// without the fence the next TMA copy overwrites rows that are not read yet.
+// Releases a stage that the lanes of this warp have loaded to registers.  An arrival does not wait for loads that are under
+// way (ldmatrix): without the fence the next TMA copy overwrites rows that are not read yet.
 __device__ inline void release_read(Barrier& empty) {
     fence_proxy_async_shared();
     __syncwarp();
