@@ -164,6 +164,20 @@ def test_every_config_fits_shared_memory():
         assert set(cuda.candidates(sizes, bf16)) <= set(cuda.CONFIGS)
 
 
+def test_triton_keeps_what_it_does_faster():
+    taken = {
+        name: cuda.configure(bucket(problem(**change)), bf16) is not None
+        for name, change in {
+            "dense": {"lengths": (8192,)},
+            "packed": {"cache": "e4m3"},
+            "packed, one sequence": {"cache": "e4m3", "lengths": (8192,)},
+            "chosen": {"topk": 100},
+            "chosen, packed": {"topk": 100, "cache": "e4m3"},
+        }.items()
+    }
+    assert [name for name in taken if not taken[name]] == ["packed, one sequence", "chosen"]
+
+
 # ----------------------------------------------------------------------------------------------- what it compiles
 
 
@@ -282,9 +296,6 @@ REPEATED: dict[str, tuple[tuple[int, ...], Config]] = {
     "many keys": ((4096,) * 64, Config()),
     "row tiles one after another": ((1024,) * 160, WHOLE),
     "cut, and one after another": ((4096,) * 80, Config()),
-    "turns": ((1024,) * 160, WHOLE._replace(late_left=4, turns=True)),
-    "turns, cut": ((4096,) * 80, Config(late_left=4, turns=True)),
-    "halves": ((1024,) * 160, WHOLE._replace(halves=True)),
 }
 """Queries of a second row tile come into stages that the first one's keys leave: once they were read too late."""
 

@@ -12,8 +12,8 @@
 // column halves that share P is FlashMLA's (DeepSeek-AI 2025), where the halves also compute the scores in turns.
 //
 // Config: kQuads, kRopes, kQRegisters, kTail (steps of S of 36 that the right half need not wait for), kLateLeft and
-// kLateRight (steps of P V of four that wait for the next scores), kHalves (the left half begins
-// with P of 32 keys), kTurns (the right half waits for the left one), kAhead (key tiles that gathering fetches ahead into the L2), kBoxRows, kPacked, kSparse, Element.
+// kLateRight (steps of P V of four that wait for the next scores), kAhead (key tiles that gathering fetches ahead into the
+// L2), kBoxRows, kPacked, kSparse, Element.
 #pragma once
 
 #include "mla_decode_parts/copies.cuh"

@@ -21,7 +21,7 @@ from tilewright.jit.tape import scratch
 from tilewright.jit.tensor_map import VECTOR, plain_strides, tensor_map
 from tilewright.ops.attention.layout import addressable
 from tilewright.ops.attention.mla_decode import FORWARD
-from tilewright.ops.attention.mla_decode.args import MlaDecodeArgs, MlaDecodeBucket
+from tilewright.ops.attention.mla_decode.args import PACKED, MlaDecodeArgs, MlaDecodeBucket
 
 _ROWS, _COLUMNS, _SWIZZLE = 64, 64, 128  # of a slab, as in mla_decode_parts/shape.cuh
 _D, _D_V, _P_STAGES, _THREADS = 576, 512, 2, 512
@@ -35,8 +35,7 @@ _COMBINE_WARPS = 4096  # about as many as run at once
 class Config(NamedTuple):
     """quads: left and right halves of key tiles in shared memory; ropes: rotated parts.   q_registers: slabs of q, of
     nine, in registers.   late_left, late_right: steps of P V, of four, that wait for all but the last `tail` steps of
-    the next scores; turns: the right half's wait for the left half too; halves: the left half begins with P of 32 keys.
-    least: key tiles of a share, where row tiles may be cut; cost: key tiles that cutting costs.
+    the next scores.   least: key tiles of a share, where row tiles may be cut; cost: key tiles that cutting costs.
     """
 
     quads: int = 5
@@ -45,10 +44,8 @@ class Config(NamedTuple):
     tail: int = 8
     late_left: int = 0
     late_right: int = 4
-    halves: bool = False
-    turns: bool = False
     least: int = 4
-    cost: int = 12
+    cost: int = 4
 
 
 class Params(NamedTuple):
@@ -58,8 +55,6 @@ class Params(NamedTuple):
     kTail: int
     kLateLeft: int
     kLateRight: int
-    kHalves: bool
-    kTurns: bool
     kAhead: int
     kBoxRows: int
     kPacked: bool
@@ -148,8 +143,6 @@ def params(args: MlaDecodeArgs, config: Config) -> Params:
         kTail=config.tail,
         kLateLeft=config.late_left,
         kLateRight=config.late_right,
-        kHalves=config.halves,
-        kTurns=config.turns,
         kAhead=_GATHER_AHEAD if gathers else 0,
         kBoxRows=_ROWS if whole else gcd(args.kv_cache.shape[1], _ROWS),
         kPacked=args.is_packed,
@@ -197,12 +190,18 @@ def _bytes_spanned(t: Tensor) -> int:
     return sum((n - 1) * stride for n, stride in zip(t.shape, plain_strides(t), strict=True)) * t.itemsize
 
 
-CONFIGS = (Config(), Config(late_right=0), Config(halves=True), Config(late_left=4, turns=True), Config(q_registers=5))
+CONFIGS = (Config(), Config(late_right=0), Config(tail=0), Config(q_registers=5))
 """Every config that `configure` and `candidates` can return."""
 
 
-def configure(bucket: MlaDecodeBucket, dtype: torch.dtype) -> Config:
-    """One for all sizes."""
+def configure(bucket: MlaDecodeBucket, dtype: torch.dtype) -> Config | None:
+    """One for all sizes, and none where Triton was ahead on an H200: rows of 16-bit tokens that indices name (64 x 128
+    heads x 2048: 247 us and 185), and one sequence of packed tokens (8192: 36.1 us and 30.3).
+    """
+    if bucket.sparse and bucket.cache != PACKED:
+        return None
+    if bucket.cache == PACKED and not bucket.sparse and bucket.B == 1:
+        return None
     return CONFIGS[0]
 
 

@@ -45,13 +45,6 @@ template <u32 kCount> struct OnlineSoftmax {
 
     // Overwrites scores s with p; c > 0.  True, in all lanes of a warp, if O must be multiplied by `alpha` first.
     __device__ bool step(float (&s)[kCount], float c, float slack) {
-        const bool renewed = renew(s, c, slack);
-        exponentials<0, kCount>(s, c);
-        return renewed;
-    }
-
-    // The two halves of a step: the offset, then p and its sum.
-    __device__ bool renew(const float (&s)[kCount], float c, float slack) {
         // The maximum of this thread's scores, in two chains per row
         float top[2][2];
 #pragma unroll
@@ -62,8 +55,8 @@ template <u32 kCount> struct OnlineSoftmax {
         const float row_max[2] = {fmaxf(top[0][0], top[0][1]), fmaxf(top[1][0], top[1][1])};
 
         // Update the offset, if any row of the warp needs it
-        const bool higher_any = __any_sync(~0u, row_max[0] > renew_above[0] || row_max[1] > renew_above[1]);
-        if (higher_any) {
+        const bool renew = __any_sync(~0u, row_max[0] > renew_above[0] || row_max[1] > renew_above[1]);
+        if (renew) {
 #pragma unroll
             for (u32 h = 0; h < 2; ++h) {
                 float m = fmaxf(row_max[h], __shfl_xor_sync(~0u, row_max[h], 1));
@@ -77,15 +70,14 @@ template <u32 kCount> struct OnlineSoftmax {
             }
         }
 
-        return higher_any;
-    }
-    template <u32 kFirst, u32 kLast> __device__ void exponentials(float (&s)[kCount], float c) {
+        // p, and its sum
 #pragma unroll
-        for (u32 i = kFirst; i < kLast; ++i) {
+        for (u32 i = 0; i < kCount; ++i) {
             const u32 h = i % 4 / 2;
             s[i] = exp2_approximate(s[i] * c - offset[h]);
             l_i[h] += s[i];
         }
+        return renew;
     }
 
     // After the last step: returns the factor that normalises O in row h, and its lse.  sink: one more score, without a value,

@@ -155,24 +155,15 @@ template <typename Config> struct ScoringWarpgroup {
                         s[i] = column + int(i / 4 * 8 + i % 2) < end[i % 4 / 2] ? s[i] : -infinity();
                     }
                 }
-                const bool rescale = softmax.renew(s, c, slack);
-                if (!Config::kHalves) softmax.template exponentials<0, kScores>(s, c);
+                const bool rescale = softmax.step(s, c, slack);
 
                 // P, once the stage is free
                 barriers.p_empty[p.stage].wait(p.parity ^ 1);
                 if (lane_index() == 0) scales.needed[p.stage][threadIdx.x / 32 % 4] = rescale;
                 if (rescale) write_factors(softmax.alpha);
                 const u32 slab = shared_address(slabs_p + p.stage * kSlabBytes);
-                if constexpr (Config::kHalves) {
-                    softmax.template exponentials<0, kScores / 2>(s, c);
-                    stage_columns<Element, kRowBytes>(s, slab, 0), stage_columns<Element, kRowBytes>(s + 8, slab, 32);
-                    fence_proxy_async_shared();
-                    __syncwarp();
-                    if (lane_index() == 0) barriers.p_half[p.stage].arrive();
-                    softmax.template exponentials<kScores / 2, kScores>(s, c);
-                }
 #pragma unroll
-                for (u32 j = Config::kHalves ? 2 : 0; j < kScores / 8; ++j) stage_columns<Element, kRowBytes>(s + 8 * j, slab, 32 * j);
+                for (u32 j = 0; j < kScores / 8; ++j) stage_columns<Element, kRowBytes>(s + 8 * j, slab, 32 * j);
                 fence_proxy_async_shared();
                 pass();
             }
@@ -197,7 +188,6 @@ template <typename Config> struct ScoringWarpgroup {
             }
             write_factors(norm);
             if (lane_index() == 0) barriers.s_done[p.stage].arrive();
-            if (Config::kHalves && lane_index() == 0) barriers.p_half[p.stage].arrive();  // its phase is that of p_full
             pass();
         }
     }

@@ -39,7 +39,6 @@ template <typename Config> struct DecodeBarriers {
     Barrier quad_full[Shape::kQuads], quad_empty[Shape::kQuads], rope_full[Shape::kRopes], rope_empty[Shape::kRopes];
     Barrier q_full, q_empty;
     // P goes from the scoring warpgroup to the two others, and with it how its rows are rescaled
-    Barrier p_half[Shape::kPStages];  // its first 32 keys, if kHalves
     Barrier p_full[Shape::kPStages], p_empty[Shape::kPStages], s_done[Shape::kPStages];
 
     __device__ void init() {
@@ -47,7 +46,7 @@ template <typename Config> struct DecodeBarriers {
         for (u32 i = 0; i < Shape::kQuads; ++i) quad_full[i].init(kWriters), quad_empty[i].init(4);
         for (u32 i = 0; i < Shape::kRopes; ++i) rope_full[i].init(kWriters), rope_empty[i].init(4);
         q_full.init(1), q_empty.init(4);
-        for (u32 i = 0; i < Shape::kPStages; ++i) p_half[i].init(4), p_full[i].init(4), p_empty[i].init(8), s_done[i].init(4);
+        for (u32 i = 0; i < Shape::kPStages; ++i) p_full[i].init(4), p_empty[i].init(8), s_done[i].init(4);
     }
 };
 
@@ -68,8 +67,8 @@ __device__ inline void release_stage(Barrier& empty) {
     if (lane_index() == 0) empty.arrive();
 }
 
-// Releases a stage that the lanes of this warp have loaded to registers.  An arrival does not wait for loads under way (ldmatrix):
-// without the fence the next TMA copy overwrites rows that are not read yet.
+// Releases a stage that the lanes of this warp have loaded to registers.  An arrival does not wait for loads that are under
+// way (ldmatrix): without the fence the next TMA copy overwrites rows that are not read yet.
 __device__ inline void release_read(Barrier& empty) {
     fence_proxy_async_shared();
     __syncwarp();

@@ -62,12 +62,10 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
 #pragma unroll
             for (u32 i = 0; i < kAcc; ++i) acc[i / (kAcc / kParts)][i % (kAcc / kParts)] = 0;
             for (int n = segment.begin; n <= last; ++n) {
-                const Ring<Shape::kQuads> left = quad;
                 if (kHalf == 1) quad.advance();
                 Ring<Shape::kPStages> next = p;
                 next.advance();
-                constexpr bool kEarly = Config::kHalves && kHalf == 0;
-                (kEarly ? barriers.p_half : barriers.p_full)[p.stage].wait(p.parity);
+                barriers.p_full[p.stage].wait(p.parity);
                 if (scales.needed[p.stage][threadIdx.x / 32 % 4] != 0) rescale(acc);
                 if (!Shape::kGather && n == last && segment.length < n * 64 + 64) {
                     clear_rows(quads + quad.stage * kQuadBytes, u32(max(segment.length - n * 64, 0)));
@@ -85,11 +83,7 @@ template <typename Config, u32 kHalf> struct ValueWarpgroup {
                 wgmma_fence();
 #pragma unroll
                 for (u32 k = 0; k < kSteps; ++k) {
-                    if (kEarly && k == kSteps / 2) barriers.p_full[p.stage].wait(p.parity);
-                    if (k + kLate == kSteps && n < last) {
-                        barriers.s_done[next.stage].wait(next.parity);
-                        if (Config::kTurns && kHalf == 1) barriers.quad_empty[left.stage].wait(left.parity);
-                    }
+                    if (k + kLate == kSteps && n < last) barriers.s_done[next.stage].wait(next.parity);
                     step(k);
                 }
                 wgmma_commit();
