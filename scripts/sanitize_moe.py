@@ -12,13 +12,13 @@ from tilewright.ops.gemm.kernels.sm90 import cost_model, dense, few_rows_grouped
 from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
 from tilewright.ops.moe.kernels.sm90 import expert_rows
 
-# rows of groups, width of an expert, depth, kernel, tile or (tokens, split, blocks) or room and tokens' choices
+# rows of groups, width of an expert, depth, kernel, tile or (tokens, split, blocks) or room
 EXPERTS = (
     ((3, 0, 64, 1, 200, 0), 136, 328, "dense", (128, 256, 1, 1)),
     ((3, 0, 64, 1, 200), 136, 328, "dense", (64, 128, 2, 1)),
     ((3, 0, 17, 1, 40, 0), 72, 520, "few_rows", (32, 2, 2)),
-    ((3, 0, 280, 1, 300, 16), 136, 328, "experts", (288, 0)),
-    ((3, 0, 180, 1, 200), 72, 328, "experts", (192, 2)),
+    ((3, 0, 280, 1, 300, 16), 136, 328, "experts", (288,)),
+    ((3, 0, 180, 1, 200), 72, 328, "experts", (192,)),
 )
 
 
@@ -36,13 +36,7 @@ def gated_experts(sizes: Sequence[int], inner: int, k: int, name: str, shape: tu
         config: Any = model.deepest(shape[0], shape[1], shape[2], model.UNSCALED, grouped=True)
         few_rows_grouped.gemm_rows(d, args, config, halves=True)
     else:
-        room, top_k = shape
-        gathered = None
-        if top_k:
-            slots = torch.randperm(rows + rows % top_k, device=DEVICE)[:rows].int()
-            gathered = expert_rows.Gathered(drawn(1, -(-rows // top_k), k)[0], slots, top_k)
-            a = gathered.x[slots.long() // top_k][None]
-        expert_rows.gemm_rows(d, args, room, gathered=gathered)
+        expert_rows.gemm_rows(d, args, shape[0])
     wanted = torch.full_like(d, UNWRITTEN, dtype=torch.float64)
     for g, (start, end) in enumerate(pairwise([0, *ends])):
         z = a[0, start:end].double() @ b[g].mT.double()

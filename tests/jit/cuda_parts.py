@@ -39,7 +39,7 @@ from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
 from tilewright.ops.gemm.scaled.args import plain_scaled_args
 from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.loss.kernels.sm90 import cross_entropy_in_place as entropy_cuda
-from tilewright.ops.moe.kernels.sm90 import expert_rows
+from tilewright.ops.moe.kernels.sm90 import expert_rows, few_tokens
 from tilewright.ops.quant.kernels.sm90 import per_tensor_cast
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.sampling.kernels.sm90 import greedy as greedy_cuda
@@ -154,14 +154,13 @@ def gated_experts(config: Any) -> Any:
     return launched(lambda: gemm_rows(d, args, config, halves=True))
 
 
-def ragged_experts(room: int, along_n: bool = False, gated: bool = False, gathers: bool = False) -> Any:
+def ragged_experts(room: int, along_n: bool = False, gated: bool = False) -> Any:
     """Parameters of the products of four experts with some hundred rows each."""
     a, b = torch.empty(1, 1024, 2048, dtype=torch.bfloat16), torch.empty(4, 512, 2048, dtype=torch.bfloat16).mT
     b = b.contiguous() if along_n else b
     d, ends = torch.empty(1, 1024, 256 if gated else 512, dtype=a.dtype), torch.empty(4, dtype=torch.int32)
     args = GroupedArgs(a, b, None, None, None, ends, 256, "swiglu" if gated else "", a.dtype)
-    gathered = expert_rows.Gathered(a[0], torch.empty(1024, dtype=torch.int32), 1) if gathers else None
-    return launched(lambda: expert_rows.gemm_rows(d, args, room, gathered=gathered))
+    return launched(lambda: expert_rows.gemm_rows(d, args, room))
 
 
 def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> Any:
@@ -334,10 +333,12 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
         {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
     ),
     (grouped.KERNEL, gated_experts(model.deepest(32, 1, 1, model.UNSCALED, grouped=True)), {"HGMMA": 8, "UTMALDG": 4}),
-    (expert_rows.KERNEL, ragged_experts(288, gated=True, gathers=True), {"HGMMA": 80, "UTMALDG": 1}),
     (expert_rows.KERNEL, ragged_experts(288, gated=True), {"HGMMA": 80, "UTMALDG": 2}),
-    (expert_rows.KERNEL, ragged_experts(192), {"HGMMA": 48, "UTMALDG": 7}),
-    (expert_rows.KERNEL, ragged_experts(288, along_n=True), {"HGMMA": 80, "UTMALDG": 11}),
+    (expert_rows.KERNEL, ragged_experts(192), {"HGMMA": 48, "UTMALDG": 2}),
+    (expert_rows.KERNEL, ragged_experts(288, along_n=True), {"HGMMA": 80, "UTMALDG": 3}),
+    (few_tokens.ORDER, few_tokens.OrderParams(True, 64, torch.bfloat16, torch.int64), {}),
+    (few_tokens.GATE, few_tokens.GateParams(torch.float16), {}),
+    (few_tokens.SUM, few_tokens.SumParams(torch.bfloat16, torch.float32), {}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
     (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.ops.sampling.places import everywhere
 
 from tilewright import ops
 from tilewright.errors import InputError
@@ -32,11 +31,11 @@ def restored(q, scales):
     return q.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[: q.shape[0], : q.shape[1]]
 
 
-@everywhere
-def test_the_sum_of_every_token(place):
-    x, w1, w2, s1, s2, weights, ids = (t.to(place.device) for t in experts())
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_sum_of_every_token(device):
+    x, w1, w2, s1, s2, weights, ids = (t.to(device) for t in experts())
     ids[::4, 1] = -1
-    got = ops.fused_moe_fp8(x, w1, w2, s1, s2, weights, ids, backend=place.backend)
+    got = ops.fused_moe_fp8(x, w1, w2, s1, s2, weights, ids)
     wanted = torch.zeros_like(x, dtype=torch.float64)
     for t in range(x.shape[0]):
         for j, expert in enumerate(ids[t].tolist()):
@@ -73,14 +72,13 @@ def test_gradients_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("shape", [(9, 8, 2, 256, 128), (700, 5, 2, 384, 256)])
-def test_a_graph_takes_other_routing(shape, backend):
+def test_a_graph_takes_other_routing(shape):
     x, w1, w2, s1, s2, weights, ids = experts(*shape, device="cuda")
-    ops.fused_moe_fp8(x, w1, w2, s1, s2, weights, ids, backend=backend)
+    ops.fused_moe_fp8(x, w1, w2, s1, s2, weights, ids, backend="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = ops.fused_moe_fp8(x, w1, w2, s1, s2, weights, ids, backend=backend)
+        y = ops.fused_moe_fp8(x, w1, w2, s1, s2, weights, ids, backend="cuda")
     for other in (torch.zeros_like(ids), ids.flip(0), torch.where(ids > 1, ids, -1)):
         ids.copy_(other)
         graph.replay()

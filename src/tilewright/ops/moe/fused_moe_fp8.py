@@ -61,7 +61,7 @@ FORWARD = RawOp(
     "fwd",
     FusedMoeFp8Args,
     package="tilewright.ops.moe",
-    kernels=("sm90.fused_moe_fp8", "triton.fused_moe_fp8"),
+    kernels=("sm90.fused_moe_fp8",),
     outputs=lambda args: ((args.x.shape, args.x.dtype),),
     reference=experts,
     bucket=fp8_bucket,

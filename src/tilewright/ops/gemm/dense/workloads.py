@@ -17,6 +17,7 @@ DECODE_ROWS = (1, 8, 16, 64)
 # (N, K) of DeepSeek-V3's layers as DeepGEMM's own benchmark lists them.
 DEEPSEEK_V3 = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 DEEPSEEK_V3_LM_HEAD = (129280, 7168)
+DEEPSEEK_V3_ROUTER = (256, 7168)
 
 LLAMA_8B = {
     "qkv": (6144, 4096),
@@ -44,6 +45,7 @@ def _layer(name: str, n: int, k: int, rows: Iterable[int] = ROWS, **options: Any
 _FORWARD = (
     *(row for n, k in DEEPSEEK_V3 for row in _layer(f"dsv3_{n}x{k}", n, k)),
     *_layer("dsv3_lm_head", *DEEPSEEK_V3_LM_HEAD, rows=DECODE_ROWS, out_dtype=torch.float32),
+    *_layer("dsv3_router", *DEEPSEEK_V3_ROUTER, rows=(1, 16), out_dtype=torch.float32),
     *(row for name, (n, k) in LLAMA_8B.items() for row in _layer(f"llama8b_{name}", n, k, rows=LLAMA_8B_ROWS)),
     *_layer("llama8b_lm_head", *LLAMA_8B_LM_HEAD, rows=(*DECODE_ROWS, 4096)),
     *(_row(f"square_{size}", size, size, size) for size in SQUARES),

@@ -9,7 +9,7 @@ from tilewright.jit.tape import scratch
 from tilewright.ops.activation.kernels.triton import silu_fp8
 from tilewright.ops.gemm.operands import FP8
 from tilewright.ops.moe.fused.args import FusedMoeArgs
-from tilewright.ops.moe.kernels.triton import few_slots, moe_align, moe_permute, moe_unpermute
+from tilewright.ops.moe.kernels.triton import moe_align, moe_permute, moe_unpermute
 from tilewright.ops.moe.kernels.triton.cast_rows import cast_rows, scale_memory
 from tilewright.ops.moe.moe_align import MoeAlignArgs, align_bucket
 from tilewright.ops.moe.moe_permute import MoePermuteArgs, order_bucket
@@ -48,9 +48,6 @@ def order(args: FusedMoeArgs, expected_rows: int) -> Order:
 
 def order_and_rows(args: FusedMoeArgs, expected_rows: int, *, cast: bool) -> tuple[Order, Tensor, Tensor | None]:
     """Sort the slots by expert; rows of tokens (T * k, H) in this order, cast to e4m3 with scales where asked."""
-    if 0 < args.topk_ids.numel() <= few_slots.MOST_SLOTS:
-        memory = order_memory(args)
-        return Order(*memory, expected_rows), *few_slots.few_slots(memory, args.x, args.topk_ids, args.expert_map, cast)
     ordered = order(args, expected_rows)
     if cast:
         return ordered, *cast_rows(args.x, ordered.positions)

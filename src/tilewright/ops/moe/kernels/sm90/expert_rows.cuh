@@ -9,9 +9,7 @@
 // of the gates, eight of the ups and so on, so that a thread has a gate and its up, and D has half as many columns.
 //
 // Config: kBlockM (rows of A a tile has room for), kBlockN (128), kStages; kMajorW (0: W is (N, K), 1: (K, N)); kGated; kActivation;
-// kOnce (weights are read once: they leave the L2 first); kGather (row r of A is row slots[r] / top_k of x, which all threads of the
-// producer's warpgroup copy, as the TMA of Hopper gathers no rows); Element (of A, W and D).  The rest is what tile_scheduler.cuh
-// asks for.  kClusterN = 2: the two blocks of a cluster have 128 columns each and share the rows of A.
+// kOnce (weights are read once: they leave the L2 first); Element (of A, W and D).  The rest is what tile_scheduler.cuh asks for.
 #pragma once
 
 #include <tilewright/activation.cuh>
@@ -28,7 +26,7 @@ template <typename Config> struct ExpertShape {
     using W = Operand<Element, kMajorW, kColumns, 1>;
     using A = Operand<Element, Major::K, kRows, 1>;
     static constexpr u32 kMost = 256;  // rows of one wgmma
-    static constexpr u32 kBox = Config::kBox;  // rows of A a copy loads
+    static constexpr u32 kBox = 32;    // rows of A a copy loads
     static constexpr u32 kOutColumns = Config::kGated ? 32 : 64;  // of D, from a warpgroup
     static constexpr u32 kOutBytes = kOutColumns * sizeof(Element);
     static constexpr u32 kStaged = kBoxBytes / kOutBytes;  // rows of D a warpgroup stages at once
@@ -46,21 +44,20 @@ __device__ inline void stmatrix_x4_transposed(u32 address, u32 m0, u32 m1, u32 m
 
 // The tiles of a block.  In the last round there are fewer tiles than blocks: then up to kMostParts blocks share the rows of one.
 template <typename Config> class ExpertTiles {
-    static constexpr u32 kMostParts = 4, kCluster = Config::kClusterN;
+    static constexpr u32 kMostParts = 4;
 
   public:
     __device__ ExpertTiles(const SchedulerArgs& args, const typename TileScheduler<Config>::Table& table)
-        : tiles_(args, table, kCluster == 1 ? 0 : cluster_rank()), clusters_(gridDim.x / kCluster),
-          rounds_(tiles_.units() / clusters_) {}
+        : tiles_(args, table, 0), rounds_(tiles_.units() / gridDim.x) {}
 
     __device__ bool next(Tile& tile) {
         if (round_ > rounds_) return false;
         if (round_++ < rounds_) return tiles_.next(tile);
-        const u32 first = rounds_ * clusters_, left = tiles_.units() - first, cluster = blockIdx.x / kCluster;
+        const u32 first = rounds_ * gridDim.x, left = tiles_.units() - first;
         if (left == 0) return false;
-        const u32 parts = min(clusters_ / left, kMostParts), part = cluster / left;
+        const u32 parts = min(gridDim.x / left, kMostParts), part = blockIdx.x / left;
         if (part >= parts) return false;
-        tiles_.seek(first + cluster % left);
+        tiles_.seek(first + blockIdx.x % left);
         tiles_.next(tile);
         const u32 end = min(tile.row_end, tile.row + Config::kBlockM);
         const u32 share = (end - tile.row + 16 * parts - 1) / (16 * parts) * 16;
@@ -71,7 +68,7 @@ template <typename Config> class ExpertTiles {
 
   private:
     TileScheduler<Config> tiles_;
-    u32 clusters_, rounds_, round_ = 0;
+    u32 rounds_, round_ = 0;
 };
 
 // The main loop of one warpgroup for a tile of kN1 + kN2 rows of A.
@@ -107,48 +104,15 @@ __device__ inline void multiply_rows(float* sums, u32 k_blocks, u64 first_w, u64
     release(last_stage);
 }
 
-// The producer that gathers: a copy of one row for each row of the tile, issued by 128 threads.
-template <typename Config, typename Scheduler, typename ThisRing, typename Weights>
-__device__ inline void gather_rows(Scheduler& scheduler, ThisRing& ring, Barrier* full, Barrier* empty, u8* stages_a,
-                                   const Weights& load_weights, const TensorMap& map_x, const int* slots, u32 top_k) {
-    using Shape = ExpertShape<Config>;
-    using A = typename Shape::A;
-    constexpr u32 kSteps = (Shape::kRows + 127) / 128;
-    const u32 thread = threadIdx.x % 128;
-    for (Tile tile; scheduler.next(tile);) {
-        const u32 rows = min(tile.row_end - tile.row, Shape::kRows);
-        int tokens[kSteps];
-#pragma unroll
-        for (u32 i = 0; i < kSteps; ++i) tokens[i] = slots[tile.row + min(thread + 128 * i, rows - 1)] / top_k;
-        for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
-            const u32 stage = ring.stage, k_idx = k_block * A::kBlockK;
-            empty[stage].wait(ring.parity ^ 1);
-            if (thread == 0) {
-                full[stage].arrive_and_expect_tx(Shape::W::kBytes + rows * kSpan);
-                load_weights(stage, tile, k_idx);
-            }
-#pragma unroll
-            for (u32 i = 0; i < kSteps; ++i) {
-                const u32 row = thread + 128 * i;
-                if (row < rows) tma_load(stages_a + stage * A::kBytes + row * kSpan, map_x, full[stage], k_idx, tokens[i]);
-            }
-            __syncwarp();
-        }
-    }
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     const __grid_constant__ TensorMap map_w, const __grid_constant__ TensorMap map_a, typename Config::Element* d, i64 d_pitch,
-    const int* slots, int top_k, const int* starts, const int* ends, int m, int n, int k,
-    int experts) {
+    const int* starts, const int* ends, int m, int n, int k, int experts) {
     using Shape = ExpertShape<Config>;
     using Element = typename Config::Element;
     using W = typename Shape::W;
     using A = typename Shape::A;
     constexpr u32 kStages = Shape::kStages, kRows = Shape::kRows;
-    constexpr u32 kPair = Config::kClusterN;
-    static_assert(kPair <= 2 && (kPair == 1 || !Config::kGather), "pairs of blocks share rows of A");
     constexpr CacheHint kHint = Config::kOnce ? CacheHint::EvictFirst : CacheHint::EvictNormal;
 
     extern __shared__ __align__(1024) u8 stages_w[];  // kStages of W, then kStages of A, then a staged box a warpgroup
@@ -162,15 +126,11 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1);
-            empty[i].init(8 * kPair);  // one arrival a warp that reads
+            empty[i].init(8);  // one arrival a warp that reads
         }
         fence_barrier_init();
     }
-    if constexpr (kPair == 1) {
-        __syncthreads();
-    } else {
-        cluster_sync();  // no block may arrive at a barrier that is not initialized yet
-    }
+    __syncthreads();
     griddepcontrol_wait();
     launch_dependents();
 
@@ -196,9 +156,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
 
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<40>();
-        if constexpr (Config::kGather) {
-            gather_rows<Config>(scheduler, ring, full, empty, stages_a, load_weights, map_a, slots, u32(top_k));
-        } else if (warp_index() == 8 && elect_one()) {
+        if (warp_index() == 8 && elect_one()) {
             tma_prefetch_descriptor(map_w), tma_prefetch_descriptor(map_a);
             for (Tile tile; scheduler.next(tile);) {
                 const u32 bytes = W::kBytes + A::bytes_of_rows(tile.row, tile.row_end, Shape::kBox);
@@ -210,14 +168,7 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
                     // Issue the TMA loads of W and A
                     full[stage].arrive_and_expect_tx(bytes);
                     load_weights(stage, tile, k_idx);
-                    u8* const rows = stages_a + stage * A::kBytes;
-                    if constexpr (kPair == 1) {
-                        A::load_rows(rows, map_a, full[stage], tile.row, tile.row_end, Shape::kBox, k_idx, 0, 0);
-                    } else {  // each of the pair loads every other box for both
-                        for (u32 r = cluster_rank() * Shape::kBox; r < kRows && tile.row + r < tile.row_end; r += 2 * Shape::kBox) {
-                            tma_load_multicast(rows + r * kSpan, map_a, full[stage], 3, k_idx, tile.row + r, 0);
-                        }
-                    }
+                    A::load_rows(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, tile.row_end, Shape::kBox, k_idx, 0, 0);
                 }
             }
         }
@@ -225,12 +176,8 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
         warpgroup_reg_alloc<232>();
         const u64 first_w = W::descriptor(stages_w + warpgroup * 64 * kSpan);  // 64 rows, or a box of 64 columns
         const u64 first_a = A::descriptor(stages_a);
-        const auto release = [&](u32 stage) {  // in both blocks of a pair
-            if constexpr (kPair == 1) {
-                if (lane_index() == 0) empty[stage].arrive();
-            } else {
-                if (lane_index() < kPair) empty[stage].arrive_remote_after_reads(lane_index());
-            }
+        const auto release = [&](u32 stage) {
+            if (lane_index() == 0) empty[stage].arrive();
         };
         const u32 n_out = Config::kGated ? u32(n) / 2 : u32(n);
         u8* const buffer = buffers + warpgroup * kBoxBytes;
@@ -307,7 +254,6 @@ __global__ void __launch_bounds__(384, 1) sm90_expert_rows(
             }
         }
     }
-    if constexpr (kPair > 1) cluster_sync();  // a block must outlive the copies and arrivals of the other
 }
 
 }  // namespace tilewright
