@@ -39,8 +39,8 @@ class InPlaceConfig(NamedTuple):
 
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> InPlaceConfig:
-    # H200, 2026-11, a seventh of the rows ignored: 4096 x 128256 by 8 warps 691 us, 16 warps 616, 32 warps 714; 8192 x
-    # 32000 by 8 warps 296, 16 warps 329.  Columns held in registers cost more programs than they save reads: 680 to 875 us
+    # H200, 2026-11, a seventh of the rows ignored: 4096 x 128256 by 8 warps 691 us, 16 warps 616, 32 warps 714; 8192
+    # x 32000 by 8 warps 296, 16 warps 329.  Columns held in registers cost programs: 680 to 875 us
     return InPlaceConfig(*row_config(bucket, dtype, steps=4, num_warps=16 if bucket.N > 65536 else 8))
 
 
