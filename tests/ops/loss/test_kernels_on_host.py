@@ -10,8 +10,8 @@ import torch
 
 from tilewright.ops.loss import entropy
 from tilewright.ops.loss.entropy import Options
+from tilewright.ops.loss.in_place import InPlaceBucket
 from tilewright.ops.loss.kernels.sm90 import cross_entropy_in_place as kernel
-from tilewright.ops.rows import RowsBucket
 
 THREADS, VECTORS = 64, 2
 HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ def poisoned(x, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_no_cluster_suits_have_no_configuration(dtype):
     for n in (1, 1000, 4096, 32000, 128256, 262144, 1 << 20):
-        bucket = RowsBucket(4096, n)
+        bucket = InPlaceBucket(4096, n, 0, 1)
         config, fitting = kernel.configure(bucket, dtype), kernel.candidates(bucket, dtype)
         assert config in (fitting or (None,))
         size = n * dtype.itemsize
