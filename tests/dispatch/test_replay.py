@@ -19,8 +19,8 @@ from tilewright.jit.triton_launch import TritonKernel
 SLOW = {"group_gemm", "fmha_varlen"}
 SIMPLE = [
     name
-    for name, each in contracts().items()
-    if not name.startswith("test_") and name not in SLOW and each.forward.compose is None
+    for name, c in contracts().items()
+    if not name.startswith("test_") and name not in SLOW and c.forward.compose is None  # whose parts are replayed
 ]
 
 

@@ -37,13 +37,13 @@ def list_ops(json_file: JsonOption = None) -> None:
             "op": c.name,
             "family": c.family,
             "summary": c.summary,
-            "backends": {raw.direction: _backends(raw) for raw in c.raw_ops},
+            "backends": {raw.direction: _backends(raw) for raw in dict.fromkeys((c.forward, *c.raw_ops))},
         }
         for c in contracts().values()
     ]
     rows = [("op", "family", "forward", "backward", "summary")]
     for c in contracts().values():
-        backends = {raw.direction: ", ".join(_backends(raw)) for raw in c.raw_ops}
+        backends = {raw.direction: ", ".join(_backends(raw)) for raw in dict.fromkeys((c.forward, *c.raw_ops))}
         rows.append((c.name, c.family, backends["fwd"], backends.get("bwd", "-"), c.summary))
     emit(listed, "\n".join(aligned(rows)), json_file)
 

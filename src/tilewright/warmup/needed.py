@@ -58,7 +58,7 @@ def trace_case(case: Case) -> RawCall:
         sample = contract.inputs(case.workload.params, case.dtype, torch.device("cpu"), 0)
         with record() as notes:
             public = contract.function(*sample.args, **sample.kwargs)
-        ((op, args, *preference),) = notes.calls
+        (op, args, *preference), *_ = notes.calls  # those of its parts follow
         if case.direction == "fwd" or gradient is None:
             return RawCall(op, args)
         result = op(*args, *preference)  # with outputs that the public function does not return: they get no gradient

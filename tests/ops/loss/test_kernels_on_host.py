@@ -10,6 +10,7 @@ import torch
 
 from tilewright.ops.loss import entropy
 from tilewright.ops.loss.entropy import Options
+from tilewright.ops.loss.in_place import InPlaceBucket
 from tilewright.ops.loss.kernels.sm90 import cross_entropy_in_place as kernel
 
 THREADS, VECTORS = 64, 2
@@ -46,6 +47,16 @@ def poisoned(x, dtype):
     """x as rows with 16 elements of NaN between them."""
     m, n = x.shape
     return torch.full((m, n + 16), torch.nan, dtype=dtype)[:, :n].copy_(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_no_cluster_suits_have_no_configuration(dtype):
+    for n in (1, 1000, 4096, 32000, 128256, 262144, 1 << 20):
+        bucket = InPlaceBucket(4096, n, 0, 1)
+        config, fitting = kernel.configure(bucket, dtype), kernel.candidates(bucket, dtype)
+        assert config in (fitting or (None,))
+        size = n * dtype.itemsize
+        assert (config is None) == (size < kernel.SHORTEST or size > kernel.MOST_BLOCKS * 128 * 1024)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

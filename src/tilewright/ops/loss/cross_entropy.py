@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
+from tilewright.dispatch import Contract, Gradient, Promises, RawOp, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
 from tilewright.errors import InputError
 from tilewright.ops import rows
@@ -186,5 +186,6 @@ CONTRACT = register(
         edge_cases=samples.EDGE_CASES,
         bad_inputs=samples.BAD_INPUTS,
         batch_dim=None,
+        promises=Promises(batch_invariant=False),
     )
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import RawOp
+from tilewright.dispatch.bucket import hint
 from tilewright.dispatch.derivatives import Function, has_tangent, vjp
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
@@ -30,8 +31,26 @@ class InPlaceArgs(NamedTuple):
     reduction: str
 
 
+class InPlaceBucket(NamedTuple):
+    """RowsBucket, and what a kernel may not take: class weights or a softcap; rows that are no whole vectors."""
+
+    M: int
+    N: int
+    special: int
+    aligned: int
+
+
+def in_place_bucket(args: InPlaceArgs) -> InPlaceBucket:
+    """The bucket of a call."""
+    x, vector = args.logits, 16 // min(args.logits.itemsize, 16)
+    sizes = (hint(x.shape[1]), *((hint(x.stride(0)),) if x.shape[0] != 1 else ()))
+    aligned = all(size % vector == 0 for size in sizes) and rows.address(x) % 16 == 0
+    special = args.weight is not None or args.softcap != 0
+    return InPlaceBucket(*rows.rows_bucket(x), int(special), int(aligned))
+
+
 class ScaleArgs(NamedTuple):
-    gradient: Tensor  # (M, N), or (N,); written
+    gradient: Tensor  # (M, N), or (N,), with a unit stride; written
     scale: Tensor  # ()
 
 
@@ -67,8 +86,8 @@ IN_PLACE = RawOp(
     kernels=KERNELS,
     outputs=_outputs,
     reference=_in_place,
-    bucket=lambda args: rows.rows_bucket(args.logits),
-    bucket_names=rows.RowsBucket._fields,
+    bucket=in_place_bucket,
+    bucket_names=InPlaceBucket._fields,
     count=2,
     mutates=("logits",),
 )

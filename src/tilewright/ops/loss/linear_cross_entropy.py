@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
+from tilewright.dispatch import Contract, Gradient, Promises, RawOp, call, dispatch, register
 from tilewright.dispatch.arguments import as_int
 from tilewright.errors import InputError
 from tilewright.ops import rows
@@ -178,5 +178,6 @@ CONTRACT = register(
         edge_cases=samples.EDGE_CASES,
         bad_inputs=samples.BAD_INPUTS,
         batch_dim=None,
+        promises=Promises(batch_invariant=False),
     )
 )

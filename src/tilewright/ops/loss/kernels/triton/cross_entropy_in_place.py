@@ -14,7 +14,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.loss.entropy import TOTALS, Options
-from tilewright.ops.loss.in_place import IN_PLACE, InPlaceArgs
+from tilewright.ops.loss.in_place import IN_PLACE, InPlaceArgs, InPlaceBucket
 from tilewright.ops.loss.kernels.triton.cross_entropy_kernel import cross_entropy_in_place_kernel
 from tilewright.ops.loss.kernels.triton.rows_launch import (
     count_rows,
@@ -25,7 +25,7 @@ from tilewright.ops.loss.kernels.triton.rows_launch import (
     row_candidates,
     row_config,
 )
-from tilewright.ops.rows import RowsBucket, no_float64
+from tilewright.ops.rows import no_float64
 
 _rows = TritonKernel(cross_entropy_in_place_kernel)
 
@@ -38,13 +38,13 @@ class InPlaceConfig(NamedTuple):
     packed: bool = False  # elements of 16 bits stay packed in pairs (NVIDIA)
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> InPlaceConfig:
-    # H200, 2026-11, 4096 x 128256: 8 warps 691 us, 16 warps 616, 32 warps 714; 8192 x 32000: 8 warps 296, 16 warps 329.
-    # Columns held in registers cost more programs than they save reads: 680 to 875 us
+def configure(bucket: InPlaceBucket, dtype: torch.dtype) -> InPlaceConfig:
+    # H200, 2026-11, a seventh of the rows ignored: 4096 x 128256 by 8 warps 691 us, 16 warps 616, 32 warps 714; 8192
+    # x 32000 by 8 warps 296, 16 warps 329.  Columns held in registers cost programs: 680 to 875 us
     return InPlaceConfig(*row_config(bucket, dtype, steps=4, num_warps=16 if bucket.N > 65536 else 8))
 
 
-def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[InPlaceConfig, ...]:
+def candidates(bucket: InPlaceBucket, dtype: torch.dtype) -> tuple[InPlaceConfig, ...]:
     """Those of the forward, and 16 to 128 columns a thread held."""
     plain = tuple(InPlaceConfig(*config) for config in row_candidates(bucket, dtype))
     held = tuple(
@@ -59,7 +59,7 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[InPlaceConfig, .
 
 _WIDTHS = tuple(1 << k for k in range(18))
 CONFIGS = tuple(
-    dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32))
+    dict.fromkeys(configure(InPlaceBucket(4096, n, 0, 1), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32))
 )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.loss.entropy import Options
+from tilewright.ops.loss.in_place import InPlaceBucket
 from tilewright.ops.loss.kernels.triton.cross_entropy_kernel import batch_kernel
 from tilewright.ops.rows import RowsBucket
 
@@ -21,14 +22,14 @@ class RowConfig(NamedTuple):
     num_stages: int = 1
 
 
-def row_config(bucket: RowsBucket, dtype: torch.dtype, steps: int, num_warps: int) -> RowConfig:
+def row_config(bucket: RowsBucket | InPlaceBucket, dtype: torch.dtype, steps: int, num_warps: int) -> RowConfig:
     """Gives a row as many warps as it has work for, up to `num_warps`."""
     vectors = triton.next_power_of_2(-(-bucket.N * dtype.itemsize // 16))
     warps = min(num_warps, max(1, vectors // 32))
     return RowConfig(min(steps, max(1, vectors // (32 * warps))), warps)
 
 
-def row_candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[RowConfig, ...]:
+def row_candidates(bucket: RowsBucket | InPlaceBucket, dtype: torch.dtype) -> tuple[RowConfig, ...]:
     """Steps, warps and stages that a row has work for."""
     vectors = triton.next_power_of_2(-(-bucket.N * dtype.itemsize // 16))
     return tuple(
