@@ -186,9 +186,9 @@ def chosen(work: Work) -> Config:
     """Returns the config of the least predicted time; for small weights one of three for each number of tokens, so that
     odd sizes share compiled kernels.
 
-    Those have a block a multiprocessor, and the largest split whose clusters all run at once: 4.54, 5.09, 3.15, 3.00 and
-    2.52 us at 44x5120x640, 38x2240x1536 (int4), 54x896x896 (int4), 3x5120x640 and 30x896x896 (int4), where a split of 4
-    with two blocks takes 6.71, 5.61, 4.06, 3.89 and 2.99 (H200, 2026-11).
+    Those have a block a multiprocessor, and the largest split whose clusters all run at once: 4.54, 5.09, 3.15, 3.00
+    and 2.52 us at 44x5120x640, 38x2240x1536 (int4), 54x896x896 (int4), 3x5120x640 and 30x896x896 (int4), where a split
+    of 4 with two blocks takes 6.71, 5.61, 4.06, 3.89 and 2.99 (H200, 2026-11).
     """
     tokens = next((t for t in TOKENS if t >= work.m), None)
     if tokens is None or work.n * work.k * work.bits > 8 * SMALL:
@@ -201,8 +201,8 @@ def chosen(work: Work) -> Config:
 
 
 def _with_second(config: Config, work: Work) -> float:
-    """Predicted microseconds, with what a second block of a multiprocessor costs a product of many tokens that is done in
-    one round; in several it hides epilogues (46x37984x1024, int4: 20.2 us, 22.2 with one block).
+    """Predicted microseconds, with what a second block of a multiprocessor costs a product of many tokens that is done
+    in one round; in several it hides epilogues (46x37984x1024, int4: 20.2 us, 22.2 with one block).
     """
     clusters = -(-work.m // config.tokens) * -(-work.n // config.rows)
     costs = config.tokens == _MANY and config.ctas > 1 and clusters <= resident(config.split, config.ctas, _SMS)
