@@ -17,6 +17,6 @@ def grid_of(tiles: int, rows: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def row_of_grid():
+def row_of_grid() -> tl.tensor:
     """The row of this program, in int64; the tile is `program_id(0)`."""
     return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)

@@ -41,8 +41,8 @@ def configure(bucket: DequantizeBucket, dtype: torch.dtype) -> Config:
     if bucket.layout == _CHANNEL:  # 60 rows of 3072: 2.18 us, 2.53 with 8 groups, whose 45 programs are few (H100)
         groups = next((g for g in (8, 4) if m * k >= 4 * GROUP * g * _FILL), 2)
         return Config(min(m, 4), groups, num_warps=4, vector=8)
-    if m * k < _FEW:  # 13 rows of 1536 1.22 us, 16 of 4096 1.27; with (4, 8, 4, 8) 1.31 and 1.33 (H200)
-        return Config(1, 8, num_warps=4, vector=8)
+    if m * k < _FEW:  # 13 rows of 1536 1.17 us, 16 of 4096 1.20; 1.16 and 1.24 with (1, 8, 4, 8) (H200)
+        return Config(min(m, 4), 2, num_warps=4, vector=8)
     # 64 rows of 4096, 7168, 14336, 16384: 1.57, 2.17, 2.40, 2.51 us; 1.65, 2.13, 2.56, 2.66 with (8, 2, 8, 8)
     return Config(min(m, 4), 8, num_warps=4, vector=8)
 

@@ -183,29 +183,30 @@ _MANY_SPLITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def chosen(work: Work) -> Config:
-    """Returns the config of the least predicted time; for small weights one of two for each number of tokens, so that
+    """Returns the config of the least predicted time; for small weights one of three for each number of tokens, so that
     odd sizes share compiled kernels.
 
-    By prediction this costs 0.3 us a call on average over 30 sizes, and 1.7 us at most.
+    Those have a block a multiprocessor, and the largest split whose clusters all run at once: 4.54, 5.09, 3.15, 3.00
+    and 2.52 us at 44x5120x640, 38x2240x1536 (int4), 54x896x896 (int4), 3x5120x640 and 30x896x896 (int4), where a split
+    of 4 with two blocks takes 6.71, 5.61, 4.06, 3.89 and 2.99 (H200, 2026-11).
     """
     tokens = next((t for t in TOKENS if t >= work.m), None)
-    large = work.n * work.k * work.bits > 8 * SMALL
-    if tokens == _MANY and not large:
-        # A block a multiprocessor, and the largest split whose clusters all run at once: 4.54, 5.09, 3.15 us at
-        # 44x5120x640, 38x2240x1536 and 54x896x896 (both int4), where (4, 2) takes 6.71, 5.61, 4.06 (H200, 2026-11)
-        splits = [s for s in (4, 2) if s <= k_blocks(work.k, work.bits) and -(-work.n // 64) <= resident(s, 1, _SMS)]
-        split, ctas = max(splits, default=1), 1
-    elif tokens is None or large:
+    if tokens is None or work.n * work.k * work.bits > 8 * SMALL:
         return min(ranked(defaults(work.bits), work), key=lambda c: _with_second(c, work))
-    else:
-        split, ctas = (4, 2) if k_blocks(work.k, work.bits) >= 4 else (1, 1)
-    config = deepest(work.bits, tokens, 1, 4, split, ctas)
+    tiles, blocks = -(-work.n // 64), k_blocks(work.k, work.bits)
+    split = next((s for s in (4, 2) if s <= blocks and tiles <= resident(s, 1, _SMS)), 1)
+    config = deepest(work.bits, tokens, 1, 4, split, 1)
     assert config is not None, "fits for every number of tokens"
     return config
 
 
 def _with_second(config: Config, work: Work) -> float:
-    return predicted_us(config, work) + (_SECOND_US if config.tokens == _MANY and config.ctas > 1 else 0.0)
+    """Predicted microseconds, with what a second block of a multiprocessor costs a product of many tokens that is done
+    in one round; in several it hides epilogues (46x37984x1024, int4: 20.2 us, 22.2 with one block).
+    """
+    clusters = -(-work.m // config.tokens) * -(-work.n // config.rows)
+    costs = config.tokens == _MANY and config.ctas > 1 and clusters <= resident(config.split, config.ctas, _SMS)
+    return predicted_us(config, work) + (_SECOND_US if costs else 0.0)
 
 
 def _all(bits: int, tokens: Iterable[int], shapes: Iterable[tuple[int, int]]) -> tuple[Config, ...]:
