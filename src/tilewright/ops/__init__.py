@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from tilewright.ops.norm.layer_norm import layer_norm
     from tilewright.ops.norm.rms_norm import rms_norm
     from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
+    from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
     from tilewright.ops.quant.dequantize import dequantize
+    from tilewright.ops.quant.dequantize_blocks import dequantize_blocks
     from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
     from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
     from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from tilewright.ops.sampling.top_k import top_k
     from tilewright.ops.sampling.verify_chain import verify_chain
     from tilewright.ops.sampling.verify_tree import verify_tree
+    from tilewright.ops.weight_only.block_matmul import block_matmul
     from tilewright.ops.weight_only.dequantize_weight import dequantize_weight
     from tilewright.ops.weight_only.quantize_weight import quantize_weight
     from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
@@ -74,8 +77,11 @@ __all__ = [
     "add_rms_norm_fp8",
     "apply_penalties",
     "apply_rope",
+    "block_matmul",
     "bmm",
+    "cast_to_blocks",
     "dequantize",
+    "dequantize_blocks",
     "dequantize_weight",
     "fmha",
     "fmha_decode",
@@ -148,7 +154,9 @@ _FAMILIES = {
     "moe": ("fused_moe", "moe_align", "moe_permute", "moe_unpermute", "topk_sigmoid", "topk_softmax"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
+        "cast_to_blocks",
         "dequantize",
+        "dequantize_blocks",
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",
         "per_tensor_cast_to_fp8",
@@ -157,7 +165,7 @@ _FAMILIES = {
     "reduction": ("softmax",),
     "rope": ("apply_rope",),
     "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
-    "weight_only": ("dequantize_weight", "quantize_weight", "weight_only_matmul"),
+    "weight_only": ("block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"),
 }
 _MODULES = {op: f"{__name__}.{family}.{op}" for family, ops in _FAMILIES.items() for op in ops}
 
