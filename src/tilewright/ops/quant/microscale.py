@@ -69,8 +69,9 @@ FORMATS = {
 
 
 def format_of(q: Tensor, scales: Tensor) -> Format | None:
-    """Returns the format that these dtypes name; None for others."""
-    return next((f for f in FORMATS.values() if (f.element_dtype, f.scale_dtype) == (q.dtype, scales.dtype)), None)
+    """Returns the format that these dtypes name; None for others.  float64 is the oracle's e4m3."""
+    dtypes = tuple(E4M3 if t.dtype == torch.float64 else t.dtype for t in (q, scales))
+    return next((f for f in FORMATS.values() if (f.element_dtype, f.scale_dtype) == dtypes), None)
 
 
 def tensor_scale_of(x: Tensor) -> Tensor:
@@ -82,7 +83,11 @@ def tensor_scale_of(x: Tensor) -> Tensor:
 
 
 def quantise(x: Tensor, fmt: Format, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns (q, scales)."""
+    """Returns (q, scales); of a float64 x e4m3 numbers are stored as float64."""
+    if x.dtype == torch.float64:
+        made = quantise(x.to(torch.float32), fmt, tensor_scale)
+        q, scales = (t.to(torch.float64) if t.dtype == E4M3 else t for t in made)
+        return q, scales
     blocks = x.to(torch.float32).unflatten(-1, (x.shape[-1] // fmt.block, fmt.block))
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
     amax = magnitude.amax(-1)  # as integers, in the order of the numbers, NaN on top
@@ -132,7 +137,7 @@ def restore(q: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
     fmt = format_of(q, scales)
     assert fmt is not None, "checked"
     elements = q.to(torch.float32) if fmt.bits == 8 else unpack(q)
-    plain = scales.to(torch.float32) if fmt.scale_dtype == E4M3 else _power(scales.to(torch.int32))
+    plain = scales.to(torch.float32) if scales.dtype != UINT8 else _power(scales.to(torch.int32))
     values = (elements.unflatten(-1, (plain.shape[-1], fmt.block)) * plain[..., None]).flatten(-2)
     return values if tensor_scale is None else values * tensor_scale.to(torch.float32)
 

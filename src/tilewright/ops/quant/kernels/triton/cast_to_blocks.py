@@ -15,6 +15,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.quant import microscale
 from tilewright.ops.quant.cast_to_blocks import FORWARD, CastToBlocksArgs, CastToBlocksBucket
 from tilewright.ops.quant.kernels.triton.microscale import cast_kernel
+from tilewright.ops.quant.kernels.triton.numbers import as_stored
 from tilewright.ops.rows import no_float64
 
 
@@ -55,5 +56,5 @@ def launch(outs: tuple[Tensor, Tensor], args: CastToBlocksArgs, config: Config) 
     blocks = scales.numel()
     rows = config.elements // fmt.block
     powers = fmt.scale_dtype == microscale.UINT8
-    values = (q, scales, args.x, args.tensor_scale, blocks)
+    values = (as_stored(q), as_stored(scales), args.x, args.tensor_scale, blocks)
     _cast((triton.cdiv(blocks, rows),), values, (fmt.emax, fmt.bits, powers, fmt.block, rows), num_warps=config.num_warps)

@@ -15,6 +15,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.quant import microscale
 from tilewright.ops.quant.dequantize_blocks import FORWARD, DequantizeBlocksArgs, DequantizeBlocksBucket
 from tilewright.ops.quant.kernels.triton.microscale import restore_kernel
+from tilewright.ops.quant.kernels.triton.numbers import as_stored
 
 
 class Config(NamedTuple):
@@ -46,7 +47,7 @@ def restore_into(y: Tensor, q: Tensor, scales: Tensor, tensor_scale: Tensor | No
     assert fmt is not None, "checked"
     blocks, rows = scales.numel(), config.elements // fmt.block
     constants = (fmt.bits, fmt.scale_dtype == microscale.UINT8, tensor_scale is not None, fmt.block, rows)
-    values = (y, q, scales, tensor_scale, blocks)
+    values = (y, as_stored(q), as_stored(scales), tensor_scale, blocks)
     _restore((triton.cdiv(blocks, rows),), values, constants, num_warps=config.num_warps)
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.quant import microscale
+from tilewright.ops.quant.kernels.triton.numbers import decode, encode
 
 INFINITY = tl.constexpr(0x7F800000)
 INVERSE_6 = tl.constexpr(microscale.INVERSE_6)
@@ -22,7 +23,7 @@ def power(exponent):
 
 
 @triton.jit
-def encode(x):
+def encode_e2m1(x):
     """e2m1 codes of float32 x, int32."""
     bits = x.to(tl.int32, bitcast=True)
     v = tl.abs(x)
@@ -32,7 +33,7 @@ def encode(x):
 
 
 @triton.jit
-def decode(codes):
+def decode_e2m1(codes):
     """float32 numbers of e2m1 codes, int32 0 to 15."""
     rest = codes & 7
     twice = tl.where(rest < 2, rest, ((rest & 1) | 2) << (tl.maximum(rest >> 1, 1) - 1))
@@ -62,9 +63,9 @@ def cast_kernel(
         t = tl.load(tensor_scale)
         wanted = amax.to(tl.float32, bitcast=True) * (tl.div_rn(1.0, t) * INVERSE_6)
         wanted = tl.where(finite & (wanted == wanted), tl.where(wanted > 448.0, 448.0, wanted), float("nan"))
-        stored = wanted.to(tl.float8e4nv)
+        stored = encode(wanted, scales)
         tl.store(scales + offs_b, stored, mask=mask_b)
-        whole = stored.to(tl.float32) * t
+        whole = decode(stored) * t
         inverse = tl.where(whole == 0.0, 0.0, tl.div_rn(1.0, tl.where(whole == 0.0, 1.0, whole)))
 
     # Round the elements
@@ -73,9 +74,9 @@ def cast_kernel(
     scaled = tl.where(scaled == scaled, scaled, 0.0)  # the scale of the tensor is no number
     if BITS == 8:
         clamped = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
-        tl.store(q + offs, clamped.to(tl.float8e4nv), mask=mask_b[:, None])
+        tl.store(q + offs, encode(clamped, q), mask=mask_b[:, None])
     else:
-        low, high = tl.split(tl.reshape(encode(scaled), (ROWS, BLOCK // 2, 2)))
+        low, high = tl.split(tl.reshape(encode_e2m1(scaled), (ROWS, BLOCK // 2, 2)))
         offs_q = offs_b[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         tl.store(q + offs_q, (low | (high << 4)).to(tl.uint8), mask=mask_b[:, None])
 
@@ -90,15 +91,17 @@ def restore_kernel(
     mask_b = offs_b < blocks
     offs = offs_b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if BITS == 8:
-        values = tl.load(q + offs, mask=mask_b[:, None], other=0.0).to(tl.float32)
+        values = decode(tl.load(q + offs, mask=mask_b[:, None]))
     else:
         offs_q = offs_b[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         both = tl.load(q + offs_q, mask=mask_b[:, None], other=0).to(tl.int32)
-        values = tl.reshape(tl.join(decode(both & 15), decode(both >> 4)), (ROWS, BLOCK))
-    scale = tl.load(scales + offs_b, mask=mask_b, other=0.0)
+        values = tl.reshape(tl.join(decode_e2m1(both & 15), decode_e2m1(both >> 4)), (ROWS, BLOCK))
+    stored = tl.load(scales + offs_b, mask=mask_b)
     if POWERS:
-        scale = power(scale.to(tl.int32))
-    values = values * scale.to(tl.float32)[:, None]
+        scale = power(stored.to(tl.int32))
+    else:
+        scale = decode(stored)
+    values = values * scale[:, None]
     if WHOLE:
         values = values * tl.load(tensor_scale)
     tl.store(y + offs, values.to(y.dtype.element_ty), mask=mask_b[:, None])
