@@ -114,7 +114,7 @@ def check_blocks(op: str, q: Tensor, scales: Tensor, tensor_scale: Tensor | None
         if not isinstance(t, Tensor):
             raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a torch.Tensor.")
     fmt = microscale.format_of(q, scales)
-    if fmt is None:
+    if fmt is None or any(t.dtype not in (UINT8, E4M3, torch.float64) for t in (q, scales)):
         raise InputError(
             f"{op}: q is {q.dtype} and scales are {scales.dtype}; needs uint8 and uint8 (mxfp4), uint8 and "
             "float8_e4m3fn (nvfp4) or float8_e4m3fn and uint8 (mxfp8). cast_to_blocks makes them."

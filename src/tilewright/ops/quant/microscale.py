@@ -69,8 +69,8 @@ FORMATS = {
 
 
 def format_of(q: Tensor, scales: Tensor) -> Format | None:
-    """Returns the format that these dtypes name; None for others.  float64 is the oracle's e4m3."""
-    dtypes = tuple(E4M3 if t.dtype == torch.float64 else t.dtype for t in (q, scales))
+    """Returns the format that these dtypes name; None for others.  Wider floats are an oracle's e4m3."""
+    dtypes = tuple(E4M3 if t.dtype.is_floating_point else t.dtype for t in (q, scales))
     return next((f for f in FORMATS.values() if (f.element_dtype, f.scale_dtype) == dtypes), None)
 
 
