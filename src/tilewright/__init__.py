@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         set_backend,
         use_backend,
     )
-    from tilewright.models import patch
+    from tilewright.models import patch, quantize_
     from tilewright.tuning.own_kernels import tune
 
 _HOME = {
@@ -33,6 +33,7 @@ _HOME = {
     "optimize": "tilewright.assistant",
     "calibrate": "tilewright.bench.calibrate",
     "patch": "tilewright.models",
+    "quantize_": "tilewright.models",
     "tune": "tilewright.tuning.own_kernels",
     **dict.fromkeys(
         (
@@ -74,6 +75,7 @@ __all__ = [
     "ops",
     "optimize",
     "patch",
+    "quantize_",
     "record",
     "register_impl",
     "set_backend",
