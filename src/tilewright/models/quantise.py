@@ -5,20 +5,25 @@ what saves memory.  `patch(model, quant=...)` keeps the weights beside quantised
 """
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from tilewright.errors import InputError, PatchError
 from tilewright.models.fp8_linears import SMALLEST, heads
 from tilewright.models.report import Report, Row
-from tilewright.models.specialise import patched_modules
+from tilewright.models.specialise import origin, patched_modules
 from tilewright.nn.fp8_linear import FP8Linear
 from tilewright.nn.weight_only_linear import WeightOnlyLinear, unfit
 
 Format = Literal["int8", "int4", "fp8", "mxfp8", "mxfp4", "nvfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
+MOST = {"int8": 0.25, "mxfp8": 0.25, "int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5}
+"""Largest relative error of logits that `patch(quant=)` accepts.  Numbers of 4 bits make 8 to 12 % of error a product of
+random numbers.
+"""
 _UNIT = 16  # features: of float8 products
 
 
@@ -59,34 +64,89 @@ def quantize_(
     check_format("quantize_: format", format)
     if already := next(patched_modules(model), None):
         raise PatchError(f"this model is patched ({already[0] or 'the model itself'}). Undo the patch first.")
-    if empty := next((name for name, p in model.named_parameters() if p.is_meta), None):
-        raise PatchError(f"{empty} is on the meta device: load the weights before quantising.")
-    kept_heads = heads(model)
-    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    rows: list[Row] = []
-    chosen: list[tuple[str, nn.Linear]] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        reason = _why_not(path, module, format, smallest, skip, filter, module in kept_heads, owners)
-        text = reason or f"nn.{'FP8Linear' if format == 'fp8' else 'WeightOnlyLinear'} of {format}"
-        rows.append(Row(path, type(module).__name__, "quant", "left" if reason else "replaced", text))
-        if not reason:
-            chosen.append((path, module))
-    report = Report(tuple(rows))
-    if not chosen:
-        raise PatchError(f"nothing in {type(model).__name__} can be quantised to {format}:\n{report}")
-    for path, module in chosen:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, converted(module, format, backend))
-    return report
+    exchange = Exchange(model, format, filter=filter, skip=skip, smallest=smallest, backend=backend)
+    exchange.apply(release=True)
+    return exchange.report
+
+
+class Exchange:
+    """The layers of a model that `quantize_` exchanges, planned; `apply` and `undo` put them in place and take them out.
+
+    Raises PatchError where there are none, or weights are on the meta device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        format: str,
+        *,
+        filter: Callable[[str, nn.Linear], bool] | None = None,
+        skip: tuple[str, ...] = (),
+        smallest: int = SMALLEST,
+        backend: str | None = None,
+    ) -> None:
+        if empty := next((name for name, p in model.named_parameters() if p.is_meta), None):
+            raise PatchError(f"{empty} is on the meta device: load the weights before quantising.")
+        self._model, self._format, self._backend = model, format, backend
+        self.linears: dict[str, nn.Linear] = {}
+        self._layers: dict[str, nn.Module] = {}
+        kept_heads = heads(model)
+        owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+        rows: list[Row] = []
+        for path, module in model.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            reason = _why_not(path, module, format, smallest, skip, filter, module in kept_heads, owners)
+            text = reason or f"nn.{'FP8Linear' if format == 'fp8' else 'WeightOnlyLinear'} of {format}"
+            name = origin(type(module))[0].__name__
+            rows.append(Row(path, name, "quant", "left" if reason else "replaced", text))
+            if not reason:
+                self.linears[path] = module
+        self.report = Report(tuple(rows))
+        if not self.linears:
+            raise PatchError(f"nothing in {type(model).__name__} can be quantised to {format}:\n{self.report}")
+
+    def apply(self, *, release: bool = False) -> None:
+        """Put the layers in place; those of an earlier call again.   release: let each wide layer go at once."""
+        for path, linear in list(self.linears.items()):
+            layer = self._layers.get(path)
+            if layer is None:
+                layer = converted(linear, self._format, self._backend)
+            if release:
+                del self.linears[path]
+            else:
+                self._layers[path] = layer
+            _put(self._model, path, layer)
+            layer.train(linear.training)
+
+    def undo(self, *, forget: bool = False) -> None:
+        """Put the wide layers back: the same objects.   forget: let the quantised ones go."""
+        for path, linear in self.linears.items():
+            _put(self._model, path, linear)
+        if forget:
+            self._layers.clear()
+
+    @contextmanager
+    def in_torch(self) -> Iterator[None]:
+        """Compute the quantised products by torch inside the block."""
+        layers: list[Any] = list(self._layers.values())
+        for layer in layers:
+            layer.backend = "torch"
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.backend = self._backend
+
+
+def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, layer)
 
 
 def converted(linear: nn.Linear, format: str, backend: str | None = None) -> nn.Module:
     """The layer that takes the place of `linear`."""
     if format == "fp8":
-        for parameter in linear.parameters():
-            parameter.requires_grad_(False)
         return FP8Linear.from_linear(linear, frozen=True, backend=backend)
     return WeightOnlyLinear.from_linear(linear, format, backend=backend)
 
@@ -108,7 +168,7 @@ def _why_not(
         return "the head of a model, or tied to an embedding, stays as it is"
     if not path:
         return "the model itself is this layer; nn.WeightOnlyLinear.from_linear converts one"
-    if type(module) is not nn.Linear:
+    if origin(type(module))[0] is not nn.Linear:
         return f"a {type(module).__name__}, not a plain nn.Linear"
     if any(owners[id(p)] > 1 for p in module.parameters(recurse=False)):
         return "its weight is shared with another module"
