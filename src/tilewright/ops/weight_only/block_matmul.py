@@ -116,6 +116,8 @@ FORWARD = RawOp(
     bucket=_bucket,
     bucket_names=BlockMatmulBucket._fields,
     dtypes=(torch.bfloat16,),
+    # What has not run on a GPU yet is no default: "triton", and 8 bits
+    torch_first=lambda bucket, dtype, backend: backend != "cuda" or bucket.bits == 8,
 )
 
 
@@ -163,9 +165,7 @@ def cost(sample: Sample, direction: str) -> Cost:
     x, q, scales, _ = sample.args
     m, n = x.numel() // max(x.shape[-1], 1), q.shape[0]
     out_dtype = sample.kwargs.get("out_dtype") or x.dtype
-    return Cost(
-        2 * m * n * depth_of(q), nbytes(x, q, scales, sample.kwargs.get("bias")), m * n * out_dtype.itemsize
-    )
+    return Cost(2 * m * n * depth_of(q), nbytes(x, q, scales, sample.kwargs.get("bias")), m * n * out_dtype.itemsize)
 
 
 def _case(name: str, m: int, n: int, k: int, format: str, **options: Any) -> Workload:

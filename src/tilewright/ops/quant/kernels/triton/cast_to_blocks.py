@@ -57,4 +57,6 @@ def launch(outs: tuple[Tensor, Tensor], args: CastToBlocksArgs, config: Config) 
     rows = config.elements // fmt.block
     powers = fmt.scale_dtype == microscale.UINT8
     values = (as_stored(q), as_stored(scales), args.x, args.tensor_scale, blocks)
-    _cast((triton.cdiv(blocks, rows),), values, (fmt.emax, fmt.bits, powers, fmt.block, rows), num_warps=config.num_warps)
+    _cast(
+        (triton.cdiv(blocks, rows),), values, (fmt.emax, fmt.bits, powers, fmt.block, rows), num_warps=config.num_warps
+    )

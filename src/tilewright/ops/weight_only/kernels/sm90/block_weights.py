@@ -70,17 +70,18 @@ KERNEL = CudaKernel(
 )
 
 CONFIGS = (
-    Config(1, 8, 2, 2),
-    Config(1, 8, 2, 3),
-    Config(1, 8, 1, 3),
-    Config(1, 8, 4, 2),
-    Config(1, 4, 2, 5),
-    Config(1, 4, 4, 4),
-    Config(1, 16, 2, 1),
     Config(1, 16, 1, 1),
     Config(2, 8, 2, 1),
+    Config(1, 8, 2, 2),
+    Config(1, 8, 1, 3),
+    Config(1, 16, 2, 1),
+    Config(1, 8, 4, 2),
+    Config(1, 8, 2, 3),
+    Config(1, 4, 2, 5),
+    Config(1, 4, 4, 4),
     Config(2, 4, 2, 2),
 )
+"""Of at most 8 rows the first won, of 16 the second: H200, 2026-11, 4096x4096."""
 
 
 def why_not(x: Tensor, q: Tensor) -> str | None:
