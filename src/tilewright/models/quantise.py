@@ -21,8 +21,8 @@ from tilewright.nn.weight_only_linear import WeightOnlyLinear, unfit
 Format = Literal["int8", "int4", "fp8", "mxfp8", "mxfp4", "nvfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 MOST = {"int8": 0.25, "mxfp8": 0.25, "int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5}
-"""Largest relative error of logits that `patch(quant=)` accepts.  Numbers of 4 bits make 8 to 12 % of error a product of
-random numbers.
+"""Largest relative error of logits that `patch(quant=)` accepts.  Numbers of 4 bits make 8 to 12 % of error a
+product of random numbers.
 """
 _UNIT = 16  # features: of float8 products
 
@@ -70,7 +70,7 @@ def quantize_(
 
 
 class Exchange:
-    """The layers of a model that `quantize_` exchanges, planned; `apply` and `undo` put them in place and take them out.
+    """The layers of a model that `quantize_` exchanges, planned; `apply` and `undo` put them in place and out of it.
 
     Raises PatchError where there are none, or weights are on the meta device.
     """

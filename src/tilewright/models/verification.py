@@ -56,7 +56,8 @@ class Comparison:
     def __str__(self) -> str:
         if self.narrow:
             return (
-                f"{self.error:.3e}, the same numbers in plain torch {self.narrow:.3e}, unpatched {self.unpatched_error:.3e} "
+                f"{self.error:.3e}, the same numbers in plain torch {self.narrow:.3e}, "
+                f"unpatched {self.unpatched_error:.3e} "
                 f"(limit {self.limit:g} of their sum, and {self.most:g})"
             )
         return f"{self.error:.3e}, unpatched {self.unpatched_error:.3e}, ratio {self.ratio:.3f} (limit {self.limit:g})"

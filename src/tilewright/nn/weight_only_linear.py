@@ -20,9 +20,10 @@ from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
 
 WeightFormat = Literal["int8", "int4", "mxfp8", "mxfp4", "nvfp4"]
 _NAMES = ("q", "scales", "tensor_scale")
-FEW_ROWS = 64
-"""Beyond it integer weights are made in x's dtype, and torch multiplies: a kernel that converts for each tile of rows
-would be bound by its conversions."""
+FEW_ROWS, MOST_ROWS = 64, 16
+"""Rows of products by integers, and by numbers with scales of blocks, beyond which a weight is made in x's dtype and
+torch multiplies: a kernel that converts for each tile of rows would be bound by its conversions.
+"""
 
 
 def unfit(format: str, in_features: int) -> str | None:
@@ -45,14 +46,14 @@ def weight_only_linear(
 ) -> Tensor:
     """Returns x (..., K) @ w.T + bias in `dtype`, w as `quantise` made it."""
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
-    q, scales = parts[:2]
-    if scales.dtype.is_floating_point and scales.dtype.itemsize > 1:
-        if backend is None and rows.shape[0] > FEW_ROWS and rows.device.type == "cuda":
-            result = nn.functional.linear(rows, dequantize_weight(q, scales, dtype=dtype), _in(bias, dtype))
-        else:
-            result = weight_only_matmul(rows, q, scales, bias=_in(bias, dtype), backend=backend)
-    else:
+    blocks = parts[1].dtype.itemsize == 1
+    if backend is None and rows.device.type == "cuda" and rows.shape[0] > (MOST_ROWS if blocks else FEW_ROWS):
+        convert = dequantize_blocks if blocks else dequantize_weight
+        result = nn.functional.linear(rows, convert(*parts, dtype=dtype), _in(bias, dtype))  # type: ignore[operator]
+    elif blocks:
         result = block_matmul(rows, *parts, bias=_in(bias, dtype), backend=backend)
+    else:
+        result = weight_only_matmul(rows, *parts, bias=_in(bias, dtype), backend=backend)
     return result.view(*x.shape[:-1], result.shape[-1])
 
 
@@ -136,7 +137,7 @@ class WeightOnlyLinear(nn.Module):
 
         def keep(t: Tensor) -> Tensor:
             moved: Tensor = fn(t)
-            if id(t) not in kept or moved.dtype == t.dtype and moved.stride() == t.stride():
+            if id(t) not in kept or (moved.dtype == t.dtype and moved.stride() == t.stride()):
                 return moved
             # The strides of scales are their layout, and a cast would lose what a format means
             same = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=moved.device)

@@ -1,7 +1,7 @@
 """cast_to_blocks in Triton: one read, one write; a block stays in the registers of its program.
 
-Traffic: 2 bytes an element of bf16 read, 4.25 bits written of mxfp4: 8192 x 7168, 149 MB, cannot take less than 35 us at
-4.3 TB/s.
+Traffic: 2 bytes an element of bf16 read, 4.25 bits written of mxfp4: 8192 x 7168, 149 MB, cannot take less than 35 us
+at 4.3 TB/s.
 """
 
 from typing import NamedTuple

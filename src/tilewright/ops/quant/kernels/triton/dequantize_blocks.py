@@ -1,7 +1,7 @@
 """dequantize_blocks in Triton: one read, one write.
 
-Traffic: 4.25 bits an element of mxfp4 read, 2 bytes of bf16 written: 14336 x 4096, 149 MB, cannot take less than 35 us at
-4.3 TB/s.
+Traffic: 4.25 bits an element of mxfp4 read, 2 bytes of bf16 written: 14336 x 4096, 149 MB, cannot take less than 35 us
+at 4.3 TB/s.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Products of at most 16 rows by weights of 4 and 8 bits, in CUDA C++ for Hopper: from global memory to registers.
 
 Traffic: the weight as stored, 4.25 bits an element for mxfp4, and its scales: 31.2 MB of 4096 x 14336 cannot take less
-than 7.3 us at 4.3 TB/s.  At that rate a multiprocessor has 3.5 instructions for each element, and e2m1 numbers take 2.5:
-there is no shared memory and no barrier in the loop.  The kernel is `block_weights.cuh`.
+than 7.3 us at 4.3 TB/s.  At that rate a multiprocessor has 3.5 instructions for each element, and e2m1 numbers take
+2.5: there is no shared memory and no barrier in the loop.  The kernel is `block_weights.cuh`.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 """weight_only_matmul of 4-bit integers and at most 16 rows, from global memory to registers: `block_weights.cuh`.
 
 H200, 2026-11, 4096x4096, cold L2, beside the kernel with a ring in shared memory: M=1 5.1 us and 7.0, M=4 5.7 and 7.0,
-M=8 6.4 and 7.2, M=16 8.6 and 8.1.  Other sizes were not measured, so the tables decide, and the other one is the default.
+M=8 6.4 and 7.2, M=16 8.6 and 8.1.  Other sizes were not measured: the tables
+decide, and the other one is the default.
 """
 
 import torch
