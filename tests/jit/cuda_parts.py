@@ -43,9 +43,8 @@ from tilewright.ops.sampling.kernels.sm90 import sample as sample_cuda
 from tilewright.ops.sampling.kernels.sm90 import top_k as top_k_cuda
 from tilewright.ops.sampling.kernels.sm90 import top_k_short as top_k_short_cuda
 from tilewright.ops.weight_only import packing
-from tilewright.ops.weight_only.kernels.sm90 import block_weights
+from tilewright.ops.weight_only.kernels.sm90 import block_weights, weight_only_model
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
-from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
 from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 PROBE = 'extern "C" __global__ void probe(int* p) { *p = 1; }\n'

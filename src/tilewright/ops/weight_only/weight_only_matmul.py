@@ -57,8 +57,8 @@ def weight_only_matmul(
     bias: (N,) bf16|fp16|fp32.   activation: None, "relu", "gelu" (by tanh), "silu", or "swiglu", for which rows of the
     weight are pairs (gate_0, up_0, gate_1, up_1, ...) and N_out = N / 2.   out_dtype: bf16|fp16|fp32, by default x's.
 
-    Scales of uint8, float8_e8m0fnu or float8_e4m3fn are those of mxfp4, mxfp8 and nvfp4, the last with tensor_scale: then
-    this is `block_matmul`, which has neither activation nor out.
+    Scales of uint8, float8_e8m0fnu or float8_e4m3fn are those of mxfp4, mxfp8 and nvfp4, the last with tensor_scale:
+    then this is `block_matmul`, which has neither activation nor out.
 
     Rounding: an integer is exact in x's dtype, and its product with x in float32.  The products of a group of 128 are
     added in float32, their sum is multiplied by the group's scale and added to those of the other groups, in float32;
