@@ -118,6 +118,28 @@ def dequantize_weight(draw: Draw, model: Model) -> Sizes:
     return Sizes(part, {"N": n, "K": k}, draw.pick((torch.int8, torch.uint8)), elements=2 * n * k)
 
 
+def block_matmul(draw: Draw, model: Model) -> Sizes:
+    """Few rows in four of five, by weights with scales of short blocks."""
+    part, n, k = layer(draw, model)
+    m = decoded(draw) if draw.chance(0.8) else tokens(draw)
+    sizes = {"M": m, "N": n, "K": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
+    return Sizes(part, sizes, torch.bfloat16, **_product(m, n, k))
+
+
+def cast_to_blocks(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight, to 4 or 8 bits."""
+    part, n, k = layer(draw, model)
+    sizes = {"M": n, "N": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
+    return Sizes(part, sizes, floating(draw), elements=4 * n * k)
+
+
+def dequantize_blocks(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight, from 4 or 8 bits."""
+    part, n, k = layer(draw, model)
+    sizes = {"M": n, "N": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
+    return Sizes(part, sizes, torch.uint8, elements=4 * n * k)
+
+
 def _expert_rows(draw: Draw, model: Model) -> int:
     """Rows that an expert gets on average."""
     return max(tokens(draw) * model.top_k // model.experts, 1)
@@ -333,9 +355,12 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "add_rms_norm_fp8": (1, norm_fp8),
     "apply_penalties": (1, apply_penalties),
     "apply_rope": (2, apply_rope),
+    "block_matmul": (1, block_matmul),
     "bmm": (2, bmm),
     "cross_entropy": (2, cross_entropy),
+    "cast_to_blocks": (1, cast_to_blocks),
     "dequantize": (1, dequantize),
+    "dequantize_blocks": (1, dequantize_blocks),
     "dequantize_weight": (1, dequantize_weight),
     "fmha": (6, fmha),
     "fmha_decode": (2, fmha_decode),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         use_backend,
     )
     from tilewright.engine import Engine
-    from tilewright.models import patch
+    from tilewright.models import patch, quantize_
     from tilewright.tuning.own_kernels import tune
 
 _HOME = {
@@ -36,6 +36,7 @@ _HOME = {
     "optimize": "tilewright.assistant",
     "calibrate": "tilewright.bench.calibrate",
     "patch": "tilewright.models",
+    "quantize_": "tilewright.models",
     "tune": "tilewright.tuning.own_kernels",
     **dict.fromkeys(
         (
@@ -80,6 +81,7 @@ __all__ = [
     "ops",
     "optimize",
     "patch",
+    "quantize_",
     "record",
     "register_impl",
     "set_backend",

@@ -263,5 +263,7 @@ def test_the_catalogue_is_complete_and_well_described():
     assert [change.stage for change in catalogue()] == sorted(change.stage for change in catalogue())
     assert all(change.why.endswith(".") and change.source for change in catalogue())
     assert [change.name for change in chosen(["bf16"])] == ["bf16"]
+    assert not any(change.name.endswith("_linears") for change in chosen(None)), "fewer bits are for who asks for them"
+    assert [change.perplexity_rise for change in chosen(["int4_linears", "fp8_linears"])] == [0.03, 0.005]
     with pytest.raises(InputError, match="merged_qkv"):
         chosen(["nothing"])

@@ -11,7 +11,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FP8, HALF = torch.float8_e4m3fn, torch.bfloat16
 OPS = {
     "quant": {
+        "cast_to_blocks",
         "dequantize",
+        "dequantize_blocks",
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",
         "per_tensor_cast_to_fp8",
@@ -19,7 +21,7 @@ OPS = {
     },
     "gemm_fp8": {"scaled_matmul", "scaled_matmul_fp8"},
     "grouped": {"group_gemm", "grouped_matmul", "groups_of_rows", "k_grouped_matmul", "masked_matmul"},
-    "weight_only": {"dequantize_weight", "quantize_weight", "weight_only_matmul"},
+    "weight_only": {"block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"},
 }
 
 

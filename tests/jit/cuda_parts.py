@@ -48,8 +48,8 @@ from tilewright.ops.sampling.kernels.sm90 import sample as sample_cuda
 from tilewright.ops.sampling.kernels.sm90 import top_k as top_k_cuda
 from tilewright.ops.sampling.kernels.sm90 import top_k_short as top_k_short_cuda
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.kernels.sm90 import block_weights, weight_only_model
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
-from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
 from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 PROBE = 'extern "C" __global__ void probe(int* p) { *p = 1; }\n'
@@ -174,6 +174,12 @@ def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> 
     config = weight_only_model.deepest(bits, *shape)
     args = WeightOnlyMatmulArgs(x, q, scales, None, activation, torch.bfloat16)
     return launched(lambda: weight_only.launch((d,), args, config))
+
+
+def block_weights_of(form: int, tokens: int) -> block_weights.Params:
+    """Parameters of the product by weights in registers.   form: of the weight."""
+    dtypes = (torch.bfloat16,) * 4
+    return block_weights.Params(form, tokens, *block_weights.CONFIGS[tokens // 8 - 1], *dtypes)
 
 
 def fmha(d: int, config: tuple[Any, ...], documents: bool = False, scale: float = 1.0, softcap: float = 0.0) -> Any:
@@ -343,6 +349,10 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
     (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),
     (weight_only.KERNEL, integer_weights(4, (64, 2, 4, 1, 1), "swiglu"), {"HMMA": 128, "UTMALDG": 6}),
+    (block_weights.KERNEL, block_weights_of(block_weights.INT4, 8), {"HMMA": 8}),
+    (block_weights.KERNEL, block_weights_of(block_weights.MXFP4, 16), {"HMMA": 64}),
+    (block_weights.KERNEL, block_weights_of(block_weights.NVFP4, 8), {"HMMA": 8}),
+    (block_weights.KERNEL, block_weights_of(block_weights.MXFP8, 8), {"HMMA": 8}),
     (per_tensor_cast.PREPARE, per_tensor_cast.PrepareParams(), {}),
     (per_tensor_cast.KERNEL, tensor_cast(torch.bfloat16, per_tensor_cast.CONFIGS[0]), {}),
     (per_tensor_cast.KERNEL, tensor_cast(torch.float32, per_tensor_cast.CONFIGS[1]), {}),

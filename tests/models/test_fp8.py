@@ -248,7 +248,7 @@ def test_the_error_is_stated_beside_torchs(dtype: torch.dtype) -> None:
     result = patch(wide().to(dtype), fp8=True, inputs=tokens()).verify(tokens())
     assert 0.01 < result.logits.narrow < 0.2
     assert result.logits.error == pytest.approx(result.logits.narrow, rel=0.02)
-    assert "float8 in plain torch" in str(result)
+    assert "the same numbers in plain torch" in str(result)
     assert patch(wide().to(dtype)).verify(tokens()).logits.narrow == 0.0
 
 
@@ -262,7 +262,7 @@ def test_a_wrong_product_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fp8_linears, "fp8_linear", coarser)
     model = wide()
-    with pytest.raises(VerificationError, match=r"(?s)the patched model lost accuracy\..*float8 in plain torch"):
+    with pytest.raises(VerificationError, match=r"(?s)the patched model lost accuracy\..*the same numbers in plain torch"):
         patch(model, fp8=True, inputs=tokens())
     assert not any(isinstance(m, Patched) or fp8_linears.CASTS in vars(m) for m in model.modules())
 

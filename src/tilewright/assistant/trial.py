@@ -163,7 +163,7 @@ class Trials:
             before, after = Side(self.trial.model), Side(self.main.model)
         totals = compare(before, after, self._work, seconds=self._timing_s([]), fewest=self._fewest)
         self.main.at(count)
-        accuracy = self._judge(self.main.model)
+        accuracy = self._judge(self.main)
         if not accuracy.passed:
             self.main.at(0)
             raise VerificationError(
@@ -178,7 +178,7 @@ class Trials:
         self._say(f"{change.name}: first calls")
         record.preparation_s = round(self._warm_up(self.trial.model), 3)
         self._say(f"{change.name}: verifying")
-        record.accuracy = self._judge(self.trial.model)
+        record.accuracy = self._judge(self.trial)
         if not record.accuracy.passed:
             record.reason = f"the accuracy gate: {'; '.join(record.accuracy.failures)}."
             target = getattr(change, "target", None)
@@ -234,9 +234,11 @@ class Trials:
             torch.cuda.synchronize(self._work.device)
         return time.perf_counter() - began
 
-    def _judge(self, model: nn.Module) -> Accuracy:
-        self._changed = evaluate(model, self._work, self._sample, decode=True)
-        return judge(self._changed, self._own, self._reference)
+    def _judge(self, stack: Stack) -> Accuracy:
+        self._changed = evaluate(stack.model, self._work, self._sample, decode=True)
+        in_force = stack.changes[: len(stack)]
+        rises = [rise for change in in_force if (rise := getattr(change, "perplexity_rise", None)) is not None]
+        return judge(self._changed, self._own, self._reference, max(rises, default=None))
 
     def _retake_control(self, change: Change) -> None:
         """Time two models with all that was kept against each other; a CUDA graph is steadier than eager launches."""

@@ -64,8 +64,14 @@ class Accuracy:
         return not self.failures
 
 
-def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> Accuracy:
-    """Apply the four rules to the changed model."""
+def judge(
+    changed: Evaluation, unpatched: Evaluation, reference: Evaluation, perplexity_rise: float | None = None
+) -> Accuracy:
+    """Apply the four rules to the changed model.
+
+    perplexity_rise: what a change to fewer bits may cost, relative; then perplexity on held-out prompts and finite
+    logits are the rules, because no such number format keeps the error of the wide one.
+    """
     own_error = relative_error([unpatched.logits], [reference.logits])
     error = relative_error([changed.logits], [reference.logits])
     limit = max(OWN_ERROR_FACTOR * own_error, ERROR_FLOOR)
@@ -80,6 +86,11 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
         own_top1=own_top1.rate,
         top1_limit=own_top1.interval[0],
     )
+    if perplexity_rise is not None:
+        _judge_perplexity(accuracy, changed, unpatched)
+        accuracy.error_limit = math.inf
+        _judge_few_bits(accuracy, perplexity_rise)
+        return accuracy
     if not error <= limit:  # a NaN fails
         accuracy.failures.append(
             f"logit error {error:.2e} exceeds {limit:.2e} (the unpatched model's own: {own_error:.2e})"
@@ -91,6 +102,18 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
     _judge_decoding(accuracy, changed, unpatched)
     _judge_perplexity(accuracy, changed, unpatched)
     return accuracy
+
+
+def _judge_few_bits(accuracy: Accuracy, limit: float) -> None:
+    """Let only the rule of perplexity stand, with its own limit."""
+    accuracy.failures.clear()
+    if not math.isfinite(accuracy.error):
+        accuracy.failures.append("a logit is not finite")
+    rise = accuracy.perplexity_rise
+    if rise is None:
+        accuracy.failures.append("there are no held-out prompts to measure perplexity on")
+    elif not rise <= limit:  # a NaN fails
+        accuracy.failures.append(f"perplexity rose by {rise:.2%}, more than {limit:.1%}")
 
 
 def meaning(changed: Evaluation, reference: Evaluation) -> tuple[float, float]:

@@ -3,7 +3,18 @@
 from tilewright.models.agreement import Agreement
 from tilewright.models.attention import register_attention
 from tilewright.models.patching import Patch, patch
+from tilewright.models.quantise import quantize_
 from tilewright.models.report import Report, Row
 from tilewright.models.verification import Comparison, Verification
 
-__all__ = ["Agreement", "Comparison", "Patch", "Report", "Row", "Verification", "patch", "register_attention"]
+__all__ = [
+    "Agreement",
+    "Comparison",
+    "Patch",
+    "Report",
+    "Row",
+    "Verification",
+    "patch",
+    "quantize_",
+    "register_attention",
+]

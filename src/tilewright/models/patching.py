@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import InputError, PatchError, VerificationError
-from tilewright.models import attention, fp8_linears, planning
+from tilewright.models import attention, fp8_linears, planning, quantise
 from tilewright.models.planning import Mode
 from tilewright.models.report import OPS_OF_KIND, Report
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
 from tilewright.models.stand_in import planned_for
-from tilewright.models.verification import Verification, compare
+from tilewright.models.verification import MOST, Verification, compare
 from tilewright.nn.weight_casts import WeightCasts
 
 
@@ -27,6 +27,7 @@ def patch(
     ops: Iterable[str] | None = None,
     backend: str | None = None,
     fp8: bool = False,
+    quant: str | None = None,
 ) -> "Patch":
     """Replace what our ops can compute in `model`, in place, and prove that it still computes the same.
 
@@ -52,6 +53,8 @@ def patch(
     fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against
              the error that the same float8 makes in plain torch
+    quant    "int4", "int8", "mxfp4", "nvfp4" or "mxfp8": also put linear layers into that format, as `quantize_` does,
+             beside their weights, which undo puts back; "fp8" is fp8=True.  Verified like float8
 
     `copy.deepcopy`, `pickle`, `torch.compile` and `state_dict` of a patched model work; a copy stays patched when the
     original is undone. Hooks registered later on a norm that runs inside `add_rms_norm` do not fire.
@@ -62,6 +65,11 @@ def patch(
     if mode not in get_args(Mode):
         raise InputError(f"mode={mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}.")
     allowed = _allowed(ops)
+    if quant is not None:
+        quantise.check_format("quant", quant)
+        if mode == "train" or fp8:
+            raise InputError('quant= is for mode="inference", and in place of fp8=True.')
+        fp8, quant = quant == "fp8", None if quant == "fp8" else quant
     if fp8 and mode == "train":
         raise InputError(
             'fp8=True is for mode="inference". tilewright.nn.FP8Linear is the layer that trains in float8.'
@@ -72,7 +80,7 @@ def patch(
         )
     if empty := next((name for name, p in model.named_parameters() if p.is_meta), None):
         raise PatchError(f"{empty} is on the meta device: load the weights before patching.")
-    patched = Patch(model, mode, allowed, backend, fp8)
+    patched = Patch(model, mode, allowed, backend, fp8, quant)
     if not patched.report().counts():
         raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{patched.report()}")
     patched._apply(patched._swaps)
@@ -103,7 +111,13 @@ class Patch:
     """A patched model.  Made by `patch`; a context manager that undoes on exit."""
 
     def __init__(
-        self, model: nn.Module, mode: Mode, allowed: frozenset[str], backend: str | None, fp8: bool = False
+        self,
+        model: nn.Module,
+        mode: Mode,
+        allowed: frozenset[str],
+        backend: str | None,
+        fp8: bool = False,
+        quant: str | None = None,
     ) -> None:
         self.model = model
         self.mode = mode
@@ -111,7 +125,15 @@ class Patch:
         self._swaps = {module: specialise(type(module), chosen.recipe) for module, chosen in plan.chosen.items()}
         self._fp8 = {module: WeightCasts() for module, chosen in plan.chosen.items() if chosen.kind == "fp8"}
         row, self._rebindings = attention.switch(model, "attention" in allowed, backend)
-        self._report = Report(tuple(plan.rows if row is None else [*plan.rows, row]))
+        rows = plan.rows if row is None else [*plan.rows, row]
+        self._exchange = None if quant is None else quantise.Exchange(model, quant, backend=backend)
+        if self._exchange is not None:
+            self._most = quantise.MOST[quant or ""]
+            for linear in self._exchange.linears.values():
+                self._swaps.pop(linear, None)
+            rows = [row for row in rows if row.kind != "linear" or row.path not in self._exchange.linears]
+            rows += self._exchange.report.rows
+        self._report = Report(tuple(rows))
         self._active = False
 
     def apply(self) -> None:
@@ -138,6 +160,14 @@ class Patch:
         if self._fp8 and self._swaps.keys() != self._fp8.keys():
             with self._classes_back(self._fp8):
                 self._compare(inputs, "the patched model lost accuracy, without float8 already.")
+        if self._exchange is not None:
+            if self._swaps or self._rebindings:
+                self._exchange.undo()
+                try:
+                    self._compare(inputs, "the patched model lost accuracy, without quantised layers already.")
+                finally:
+                    self._exchange.apply()
+            return self._compare(inputs, "the quantised model lost accuracy.", self._exchange.in_torch(), self._most)
         in_torch = self._in_torch() if self._fp8 else None
         return self._compare(inputs, "the patched model lost accuracy.", in_torch)
 
@@ -146,9 +176,11 @@ class Patch:
         inputs: Tensor | Mapping[str, Any] | None,
         failure: str,
         in_torch: AbstractContextManager[None] | None = None,
+        most: float = MOST,
     ) -> Verification:
         train = self.mode == "train"
-        result = compare(self.model, inputs, self._suspended(), gradients=train, in_torch=in_torch)
+        without = self._suspended(quantised=in_torch is not None)
+        result = compare(self.model, inputs, without, gradients=train, in_torch=in_torch, most=most)
         if not result.passed:
             raise VerificationError(f"{failure}\n{result}")
         return result
@@ -159,6 +191,8 @@ class Patch:
             raise PatchError("this patch was already undone.")
         self._require_own_classes()
         self._restore()
+        if self._exchange is not None:
+            self._exchange.undo(forget=True)
         for casts in self._fp8.values():
             casts.clear()
 
@@ -185,6 +219,8 @@ class Patch:
         self._classes(modules)
         for rebinding in self._rebindings:
             rebinding.apply()
+        if self._exchange is not None:
+            self._exchange.apply()
         self._active = True
 
     def _classes(self, modules: Collection[nn.Module]) -> None:
@@ -214,14 +250,18 @@ class Patch:
             vars(module).pop(fp8_linears.CASTS, None)
 
     @contextmanager
-    def _suspended(self) -> Iterator[None]:
-        """Undo the patch inside the block."""
+    def _suspended(self, *, quantised: bool = True) -> Iterator[None]:
+        """Undo the patch inside the block.   quantised: linear layers are in fewer bits outside of it."""
         patched = [module for module in self._swaps if isinstance(module, Patched)]
         self._restore()
+        if self._exchange is not None:
+            self._exchange.undo()
         try:
             yield
         finally:
             self._apply(patched)
+            if self._exchange is not None and not quantised:
+                self._exchange.undo()
 
     @contextmanager
     def _in_torch(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
     "attention": (),  # a name in the model's configuration: see `attention.choice`
 }
 """The names that `patch(ops=)` allows: kinds of modules, and the ops that replace them."""
-Kind = Literal[Patchable, "fp8"]
+Kind = Literal[Patchable, "fp8", "quant"]
 Status = Literal["replaced", "left"]
 
 

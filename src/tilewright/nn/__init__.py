@@ -7,6 +7,7 @@ from tilewright.nn.linear import Linear
 from tilewright.nn.mlp import GeGLUMLP, SwiGLUMLP
 from tilewright.nn.norm import AddRMSNorm, LayerNorm, RMSNorm
 from tilewright.nn.rotary import RotaryEmbedding
+from tilewright.nn.weight_only_linear import WeightOnlyLinear
 
 __all__ = [
     "AddRMSNorm",
@@ -19,4 +20,5 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLUMLP",
+    "WeightOnlyLinear",
 ]

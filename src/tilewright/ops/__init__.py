@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from tilewright.ops.norm.layer_norm import layer_norm
     from tilewright.ops.norm.rms_norm import rms_norm
     from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
+    from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
     from tilewright.ops.quant.dequantize import dequantize
+    from tilewright.ops.quant.dequantize_blocks import dequantize_blocks
     from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
     from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
     from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from tilewright.ops.sampling.top_k import top_k
     from tilewright.ops.sampling.verify_chain import verify_chain
     from tilewright.ops.sampling.verify_tree import verify_tree
+    from tilewright.ops.weight_only.block_matmul import block_matmul
     from tilewright.ops.weight_only.dequantize_weight import dequantize_weight
     from tilewright.ops.weight_only.quantize_weight import quantize_weight
     from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
@@ -78,9 +81,12 @@ __all__ = [
     "add_rms_norm_fp8",
     "apply_penalties",
     "apply_rope",
+    "block_matmul",
     "bmm",
+    "cast_to_blocks",
     "cross_entropy",
     "dequantize",
+    "dequantize_blocks",
     "dequantize_weight",
     "fmha",
     "fmha_decode",
@@ -166,7 +172,9 @@ _FAMILIES = {
     ),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
+        "cast_to_blocks",
         "dequantize",
+        "dequantize_blocks",
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",
         "per_tensor_cast_to_fp8",
@@ -175,7 +183,7 @@ _FAMILIES = {
     "reduction": ("softmax",),
     "rope": ("apply_rope",),
     "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
-    "weight_only": ("dequantize_weight", "quantize_weight", "weight_only_matmul"),
+    "weight_only": ("block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"),
 }
 _MODULES = {op: f"{__name__}.{family}.{op}" for family, ops in _FAMILIES.items() for op in ops}
 

@@ -8,6 +8,7 @@ from tilewright.assistant.changes.gated_gate_up import GATED_GATE_UP
 from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QKV
 from tilewright.assistant.changes.op_replacement import OpReplacement
 from tilewright.assistant.changes.protocol import Applied, Budgeted, Change, ProcessWide, Scene, Verdict
+from tilewright.assistant.changes.quantised_linears import QUANTISED
 from tilewright.assistant.changes.regional_compile import RegionalCompile
 from tilewright.assistant.changes.static_decode import StaticDecode
 from tilewright.assistant.changes.tuned_ops import TunedOps
@@ -43,10 +44,10 @@ def catalogue() -> tuple[Change, ...]:
 
 
 def chosen(allow: Sequence[str] | None) -> tuple[Change, ...]:
-    """The changes named in `allow`; None means all."""
-    changes = catalogue()
+    """The changes named in `allow`; None means all of the catalogue, without formats of fewer bits."""
     if allow is None:
-        return changes
+        return catalogue()
+    changes: tuple[Change, ...] = (*catalogue(), *QUANTISED)
     unknown = sorted(set(allow) - {change.name for change in changes})
     if unknown:
         raise InputError(

@@ -13,6 +13,7 @@ from tilewright.ops.gemm.dense.checks import check_epilogue
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out, copyable, fold, folded_out
 from tilewright.ops.rows import generator, nbytes, random_tensor
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.block_matmul import block_matmul
 from tilewright.ops.weight_only.checks import check_dtype, check_weight
 from tilewright.ops.weight_only.samples import random_weight
 
@@ -42,6 +43,7 @@ def weight_only_matmul(
     q: Tensor,
     scales: Tensor,
     *,
+    tensor_scale: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
@@ -55,6 +57,9 @@ def weight_only_matmul(
     bias: (N,) bf16|fp16|fp32.   activation: None, "relu", "gelu" (by tanh), "silu", or "swiglu", for which rows of the
     weight are pairs (gate_0, up_0, gate_1, up_1, ...) and N_out = N / 2.   out_dtype: bf16|fp16|fp32, by default x's.
 
+    Scales of uint8, float8_e8m0fnu or float8_e4m3fn are those of mxfp4, mxfp8 and nvfp4, the last with tensor_scale:
+    then this is `block_matmul`, which has neither activation nor out.
+
     Rounding: an integer is exact in x's dtype, and its product with x in float32.  The products of a group of 128 are
     added in float32, their sum is multiplied by the group's scale and added to those of the other groups, in float32;
     then bias and activation, and one rounding to out_dtype.  Weights themselves are never rounded.
@@ -64,6 +69,16 @@ def weight_only_matmul(
     For inference: no backend has a kernel of a gradient.  Where x or bias needs one the reference runs, which makes the
     weight in float32.   Raises InputError for shapes that do not fit and every option outside of the above.
     """
+    if isinstance(scales, Tensor) and scales.dtype.itemsize == 1 and scales.dtype != torch.int8:
+        if activation is not None or out is not None:
+            raise InputError(
+                f"weight_only_matmul: scales are {scales.dtype}, and products of these formats have no activation and "
+                "no out. Apply the activation to the result."
+            )
+        blocks: Tensor = block_matmul(x, q, scales, tensor_scale, bias=bias, out_dtype=out_dtype, backend=backend)
+        return blocks
+    if tensor_scale is not None:
+        raise InputError("weight_only_matmul: tensor_scale is given, and integers have none; it is for nvfp4.")
     if not isinstance(x, Tensor) or x.dim() < 2:
         raise InputError(f"weight_only_matmul: x is {_told(x)}; needs a tensor (..., M, K).")
     rows = x.shape[:-1]
@@ -132,7 +147,7 @@ FORWARD = RawOp(
     "fwd",
     WeightOnlyMatmulArgs,
     package="tilewright.ops.weight_only",
-    kernels=("sm90.weight_only_matmul", "triton.weight_only_matmul"),
+    kernels=("sm90.weight_only_matmul", "sm90.few_rows_int4", "triton.weight_only_matmul"),
     outputs=lambda args: (((args.x.shape[0], columns_out(args.q.shape[0], args.activation)), args.out_dtype),),
     reference=product,
     bucket=bucket_of,
