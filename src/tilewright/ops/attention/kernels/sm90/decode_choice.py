@@ -16,6 +16,7 @@ _PART_BYTES = 20  # as in fmha_decode/layout.cuh
 _MOST_STAGES = 6
 MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spills
 CLUSTERS = (16, 8, 4, 2)
+WHOLE_TILES = ((8, 1), (4, 2), (2, 4))  # warps of a block that has a row tile alone, and such blocks of a multiprocessor
 _PROCESSORS = 132
 # Measured on an H100 (decode.md), in bytes a nanosecond but for the H200's memory: of a GPC, of a block
 _RATE, _PART_RATE, _BLOCK_RATE, _SECOND_KERNEL_US = 4400.0, 500.0, 70.0, 3.0
@@ -99,6 +100,10 @@ def space(unit: Unit, rows: int) -> Iterable[Config]:
         config = ring(unit, rows, warps, blocks, 1)
         if config is not None:
             yield config
+    for warps, blocks in WHOLE_TILES:
+        config = ring(unit, rows, warps, blocks, 1)
+        if config is not None:
+            yield config._replace(shares=0)
     for cluster in CLUSTERS:
         # Of four warps two blocks fit: then 16 find room in any part of the GPU, 4 to 6 % faster than of eight (H100)
         shapes = ((4, 2), (8, 1)) if cluster == max(CLUSTERS) else ((8, 1), (4, 2))
@@ -116,9 +121,9 @@ def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     rows = next((n for n in ROWS if n >= max(bucket.S_q, 1) * bucket.group), 0)
     if not 0 < rows * bucket.D <= MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
         return ()
-    one = bucket.B == 1 and bucket.S_q > 0
+    tiles = bucket.B * bucket.H_kv
     choices = space(unit_of(bucket.D, bucket.cache, dtype), rows)
-    return tuple(c for c in choices if c.cluster == 1 or (one and bucket.H_kv * c.cluster <= _PROCESSORS))
+    return tuple(c for c in choices if c.cluster == 1 or (bucket.S_q > 0 and tiles * c.cluster <= 2 * _PROCESSORS))
 
 
 def unit_of(width: int, cache: int, dtype: torch.dtype) -> Unit:
@@ -139,6 +144,8 @@ def predicted_us(bucket: PagedBucket, dtype: torch.dtype, config: Config) -> flo
     of them, and cost a second kernel.
     """
     unit = unit_of(bucket.D, bucket.cache, dtype)
+    if not config.shares or (config.cluster > 1 and (bucket.B > 1 or bucket.H_kv * config.cluster > _PROCESSORS)):
+        return float("inf")
     kilobytes = bucket.B * bucket.H_kv * bucket.keys * (2 * unit.row_bytes + unit.scale_bytes) / 1e3
     if config.cluster == 1:
         blocks, fixed, rate = config.shares * _PROCESSORS, _SECOND_KERNEL_US, _RATE
