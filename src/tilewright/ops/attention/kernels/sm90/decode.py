@@ -34,7 +34,6 @@ from tilewright.ops.attention.paged.args import TOKEN_SCALES, PagedArgs, bucket,
 MOST_SEQUENCES = 4096  # every warp adds up the keys of all of them
 _MOST_SHARES = 32  # of a row tile, where only its own length may decide
 _LEAST_OWN = 32  # units of such a share
-_WHOLE = 1 << 30  # more units than a row tile has
 _MOST_UNITS = 2**31  # counted in 32 bits
 _COMBINE_THREADS = 256
 _MULTIPROCESSORS = 132  # of an H200, for which kernels are collected on machines without one
@@ -157,8 +156,6 @@ def work_of(args: PagedArgs, config: Config, sms: int) -> Work:
         return Work(Division.OWN, tiles * shares, _LEAST_OWN, tiles * shares, tiles if shares > 1 else 0, True)
     if config.cluster > 1 and args.cu_seqlens is None:
         return Work(Division.CLUSTER, tiles * config.cluster, 0, 0, 0)
-    if not config.shares:
-        return Work(Division.OWN, tiles, _WHOLE, 0, 0)
     shares = max(min(sms * config.shares // kv_heads, tiles * units // config.warps), 1)
     by_tile = tiles < shares
     splits = tiles if by_tile else shares - 1
