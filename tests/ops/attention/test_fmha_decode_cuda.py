@@ -112,6 +112,19 @@ def test_shared_memory_holds_every_config():
             assert config.stages * unit.stage_bytes * config.warps <= taken
 
 
+def test_clusters_serve_few_row_tiles_of_few_keys():
+    """Of all blocks 64 find room at once in clusters of four and more, 128 in pairs (measured on an H200)."""
+    of = BUCKETS[0]._replace(S_q=1, H_kv=8, group=4, D=128, D_v=128)
+    chosen = {
+        (b, keys): choice.configure(of._replace(B=b, T=b, keys=keys), bf16)
+        for b, keys in ((1, 8192), (2, 2048), (4, 1024), (8, 2048), (1, 1 << 17), (32, 4096))
+    }
+    assert [c.cluster for c in chosen.values()] == [8, 4, 2, 2, 1, 1]
+    assert {c.warps for c in chosen.values()} == {8}
+    packed = choice.configure(of._replace(B=8, T=8, keys=2048, S_q=0), bf16)
+    assert (packed.cluster, packed.warps) == (1, 4), "four warps leave the second kernel room"
+
+
 def test_prefills_are_left_to_triton():
     """More tokens than sequences, of which any may have many."""
     one = BUCKETS[0]._replace(S_q=0)

@@ -19,10 +19,22 @@ def row(lengths: Sequence[int], heads: int, kv_heads: int, end: str = "", **more
 
 
 MIXED = by_octaves(65536)
+OCTAVES = tuple(128 << b % 11 for b in range(64))  # to 128k
 WORKLOADS = (
     row((8192,), 32, 8),
+    *(row((length,), 32, 4) for length in (1024, 4096, 16384, 65536, 262144)),
+    *(row((length,) * 2, 32, 8) for length in (512, 8192)),
+    *(row((length,) * 4, 32, 8) for length in (1024, 32768)),
+    row((2048,) * 8, 32, 8),
+    row((32768,) * 8, 32, 32),
     row((8192,) * 16, 32, 8),
+    *(row((512,) * batch, 32, 8) for batch in (16, 32, 64, 128)),
+    row((4096,) * 32, 32, 8),
     row((4096,) * 64, 32, 8),
+    row((4096,) * 64, 32, 8, "_e4m3", cache="e4m3"),
+    row((8192,) * 128, 32, 8),
+    row(OCTAVES, 32, 8, "_octaves_page16", page=16),
+    row((sum(OCTAVES) // 64,) * 64, 32, 8, "_page16", page=16),
     row((4096,) * 32, 32, 8, "_page16", page=16),
     row((4096,) * 32, 32, 8, "_page64", page=64),
     row((4096,) * 32, 32, 8, "_page1", page=1),

@@ -17,9 +17,15 @@ _MOST_STAGES = 6
 MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spills
 CLUSTERS = (16, 8, 4, 2)
 _PROCESSORS = 132
-# Measured on an H100 (decode.md), in bytes a nanosecond but for the H200's memory: of a GPC, of a block
-_RATE, _PART_RATE, _BLOCK_RATE, _SECOND_KERNEL_US = 4400.0, 500.0, 70.0, 3.0
-_LARGE_CLUSTERS = 4  # of 16 blocks, that find room at once
+# Measured on an H200 (notes/2026-11-decode.md), in bytes a nanosecond: of memory with four warps and with eight; of a block,
+# and of one that widens e4m3; of a cluster of 16 blocks and of smaller ones
+_RATES = {4: 4270.0, 8: 4480.0}
+_BLOCK_RATE, _WIDENING_RATE = 70.0, 35.0
+_LARGE_CLUSTER_RATE, _CLUSTER_RATE = 820.0, 470.0
+_CLUSTER_US = {4: 6.2, 8: 5.6}
+_TWO_KERNELS_US = {4: 8.0, 8: 9.1}  # beside eight warps the second kernel finds no registers until they are done
+_RESIDENT = 64  # blocks of eight warps that find room at once, in clusters of four and more; in pairs twice as many
+_UNEVEN = 1.04  # what clusters must gain where lengths may differ: a short sequence has as many blocks as a long one
 
 
 class Division(Enum):
@@ -100,9 +106,7 @@ def space(unit: Unit, rows: int) -> Iterable[Config]:
         if config is not None:
             yield config
     for cluster in CLUSTERS:
-        # Of four warps two blocks fit: then 16 find room in any part of the GPU, 4 to 6 % faster than of eight (H100)
-        shapes = ((4, 2), (8, 1)) if cluster == max(CLUSTERS) else ((8, 1), (4, 2))
-        for warps, blocks in shapes:
+        for warps, blocks in ((8, 1), (4, 2)):
             config = ring(unit, rows, warps, blocks, cluster)
             if config is not None:
                 yield config._replace(shares=1)
@@ -111,14 +115,14 @@ def space(unit: Unit, rows: int) -> Iterable[Config]:
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Rings that fill shared memory.
 
-    Clusters are for one sequence: of several, which may have any lengths, each would have as many blocks.
+    Clusters are for few row tiles, as each of them has as many blocks whatever its length is.
     """
     rows = next((n for n in ROWS if n >= max(bucket.S_q, 1) * bucket.group), 0)
     if not 0 < rows * bucket.D <= MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
         return ()
-    one = bucket.B == 1 and bucket.S_q > 0
+    tiles = bucket.B * bucket.H_kv
     choices = space(unit_of(bucket.D, bucket.cache, dtype), rows)
-    return tuple(c for c in choices if c.cluster == 1 or (one and bucket.H_kv * c.cluster <= _PROCESSORS))
+    return tuple(c for c in choices if c.cluster == 1 or (bucket.S_q > 0 and tiles * c.cluster <= 2 * _PROCESSORS))
 
 
 def unit_of(width: int, cache: int, dtype: torch.dtype) -> Unit:
@@ -135,20 +139,22 @@ def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config | None:
 def predicted_us(bucket: PagedBucket, dtype: torch.dtype, config: Config) -> float:
     """Time of a call whose sequences fill their capacity.
 
-    A cluster lies in one part of the GPU (GPC), which reads at most _PART of memory's rate; equal shares read with all
-    of them, and cost a second kernel.
+    A cluster lies in one part of the GPU (GPC), which reads a share of memory's rate; equal shares read with all of
+    them, and cost a second kernel.
     """
     unit = unit_of(bucket.D, bucket.cache, dtype)
-    kilobytes = bucket.B * bucket.H_kv * bucket.keys * (2 * unit.row_bytes + unit.scale_bytes) / 1e3
+    tiles = bucket.B * bucket.H_kv
+    kilobytes = tiles * bucket.keys * (2 * unit.row_bytes + unit.scale_bytes) / 1e3
+    of_block = _BLOCK_RATE if bucket.cache == AS_QUERIES else _WIDENING_RATE * config.warps / 8
+    memory = _RATES[config.warps]
     if config.cluster == 1:
-        blocks, fixed, rate = config.shares * _PROCESSORS, _SECOND_KERNEL_US, _RATE
-    else:
-        blocks, fixed = bucket.B * bucket.H_kv * config.cluster, 0.0
-        rate = min(_RATE, _PART_RATE * bucket.B * bucket.H_kv)
-        if config.cluster == 16 and bucket.H_kv > _LARGE_CLUSTERS:  # some wait until others end
-            rate /= 2
-    rate = min(rate, blocks * _BLOCK_RATE)
-    return fixed + kilobytes / rate
+        return _TWO_KERNELS_US[config.warps] * config.shares + kilobytes / min(memory, _PROCESSORS * of_block)
+    blocks = tiles * config.cluster
+    resident = _RESIDENT * (1 if config.cluster == 16 else 8 // config.warps) * (2 if config.cluster == 2 else 1)
+    of_cluster = _LARGE_CLUSTER_RATE if config.cluster == 16 else _CLUSTER_RATE
+    rate = min(memory, of_cluster * tiles, blocks * of_block)
+    rounds = 1 if blocks <= resident else 2
+    return (_CLUSTER_US[config.warps] + kilobytes / rate) * rounds * (_UNEVEN if bucket.B > 1 else 1)
 
 
 def configs() -> tuple[Config, ...]:
