@@ -185,7 +185,13 @@ def main() -> None:
     for length in map(int, options.prefills.split(",")):
         cases.append((f"prefill {length}", length, partial(prefilling, length=length)))
     sizes = {k: getattr(options, k) for k in ("layers", "width", "inner", "experts", "context")}
-    result: dict[str, Any] = {"commit": commit(), "sizes": sizes, "report": report.splitlines(), "cases": {}}
+    result: dict[str, Any] = {
+        "kind": "stack_moe",
+        "commit": commit(),
+        "sizes": sizes,
+        "report": report.splitlines(),
+        "cases": {},
+    }
     if options.device != "cpu":
         device, before = torch.device(options.device), machine.clocks(options.device)
         result["machine"] = machine.describe(device, before=before, after=before).to_dict()
