@@ -1,5 +1,8 @@
 """How evenly experts are used: statistics and losses of a router, in plain torch, and routers that need no kernel.
 
+`switch`, `expert_choice` and `hashed` are compositions of torch's softmax, a stable sort and arithmetic; what they give
+is what `fused_moe` takes.  Routers with kernels are `topk_softmax` and, with groups and a bias, `topk_sigmoid`.
+
 All are differentiable in the logits where they depend on them; under `torch.compile` Inductor fuses them.
 """
 

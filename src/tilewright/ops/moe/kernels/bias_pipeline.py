@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tilewright.jit.tape import scratch
 from tilewright.ops.gemm.grouped.args import GroupedArgs, KGroupedArgs, plain_grouped_args, plain_k_grouped_args
+from tilewright.ops.gemm.operands import major_b
 from tilewright.ops.moe.fused_bias.args import FusedMoeBiasArgs, FusedMoeBiasBackwardArgs, plain
 from tilewright.ops.moe.kernels import pipeline
 from tilewright.ops.moe.kernels.triton import bias_backward, bias_steps, moe_permute
@@ -85,4 +86,6 @@ def why_not(args: FusedMoeBiasArgs | FusedMoeBiasBackwardArgs) -> str | None:
     """What no backend's steps take."""
     if args.w1.shape[0] > MOST_EXPERTS or args.topk_ids.shape[1] > MOST_CHOSEN:
         return f"takes up to {MOST_EXPERTS} experts and k up to {MOST_CHOSEN}"
+    if any(major_b(w.mT) is None for w in (args.w1, args.w2)):
+        return "needs w1 and w2 contiguous along one of their last two dimensions"
     return None
