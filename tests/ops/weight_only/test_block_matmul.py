@@ -1,4 +1,4 @@
-"""Products by MXFP4, NVFP4 and MXFP8 weights: each block's scale, shapes, what is refused, and the kernel of registers."""
+"""Products by MXFP4, NVFP4 and MXFP8 weights: each block's scale, shapes, refusals, and the kernel of registers."""
 
 import pytest
 import torch
@@ -54,9 +54,9 @@ def test_what_is_refused():
 
 def test_what_never_ran_on_a_gpu_is_no_default():
     raw = contract("block_matmul").forward
-    bucket = raw.bucket(contract("block_matmul").forward.args(*_arguments("mxfp8")))
+    bucket = raw.bucket(*_arguments("mxfp8"))
     assert raw.torch_first(bucket, bf16, "cuda")
-    bucket = raw.bucket(raw.args(*_arguments("mxfp4")))
+    bucket = raw.bucket(*_arguments("mxfp4"))
     assert not raw.torch_first(bucket, bf16, "cuda")
     assert set(implementations(raw.op, "fwd")) >= {"cuda", "triton"}
 
