@@ -116,8 +116,9 @@ def check_tensor_scale(op: str, tensor_scale: Tensor | None, name: str, beside: 
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N (columns, K of the docstring), format, optional B, scale, special."""
-    return Sample((samples.matrix(params, dtype, device, seed),), {"format": params["format"]})
+    """params: M, N (columns, K of the docstring), format, optional B, scale, special.  N is rounded up to a multiple of 32."""
+    sizes = {**params, "N": -(-params["N"] // 32) * 32}
+    return Sample((samples.matrix(sizes, dtype, device, seed),), {"format": params["format"]})
 
 
 def cost(sample: Sample, direction: str) -> Cost:

@@ -88,7 +88,7 @@ def quantise(x: Tensor, fmt: Format, tensor_scale: Tensor | None) -> tuple[Tenso
         made = quantise(x.to(torch.float32), fmt, tensor_scale)
         q, scales = (t.to(torch.float64) if t.dtype == E4M3 else t for t in made)
         return q, scales
-    blocks = x.to(torch.float32).unflatten(-1, (x.shape[-1] // fmt.block, fmt.block))
+    blocks = x.to(torch.float32).resolve_neg().unflatten(-1, (x.shape[-1] // fmt.block, fmt.block))
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
     amax = magnitude.amax(-1)  # as integers, in the order of the numbers, NaN on top
     finite = amax < 0x7F800000
