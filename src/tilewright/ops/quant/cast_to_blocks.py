@@ -159,7 +159,7 @@ CONTRACT = register(
             _bad("integers", "x is torch.int32; needs one of", 4, 32, dtype=torch.int32),
             _bad("a vector", r"x is \(32,\)", 32),
             _bad("a cut block", "K is 40; mxfp4 needs a multiple of 32", 4, 40),
-            _bad("unknown format", "format is 'fp4'; allowed are 'mxfp8'", 4, 32, format="fp4"),
+            _bad("unknown format", "format is 'fp4'; allowed are 'mxfp4'", 4, 32, format="fp4"),
             _bad(
                 "a scale of the tensor", "tensor_scale is given, and mxfp4 has none", 4, 32, tensor_scale=torch.ones(1)
             ),

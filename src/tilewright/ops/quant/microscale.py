@@ -62,8 +62,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "mxfp8": Format("mxfp8", 32, 8, 8, UINT8),
     "mxfp4": Format("mxfp4", 32, 4, 2, UINT8),
+    "mxfp8": Format("mxfp8", 32, 8, 8, UINT8),
     "nvfp4": Format("nvfp4", 16, 4, 2, E4M3),
 }
 
