@@ -15,8 +15,8 @@ from tilewright.jit.tape import Step, taping
 from tilewright.jit.triton_launch import TritonKernel
 
 # Calls with lists of tensors are not replayed, nor is an op whose launch reads a tensor made for each call: the mask of
-# packed sequences
-SLOW = {"group_gemm", "fmha_varlen"}
+# packed sequences, nor one whose product torch computes
+SLOW = {"group_gemm", "fmha_varlen", "block_matmul"}
 SIMPLE = [
     name
     for name, c in contracts().items()

@@ -49,7 +49,7 @@ def weight_only_linear(
     blocks = parts[1].dtype.itemsize == 1
     if backend is None and rows.device.type == "cuda" and rows.shape[0] > (MOST_ROWS if blocks else FEW_ROWS):
         convert = dequantize_blocks if blocks else dequantize_weight
-        result = nn.functional.linear(rows, convert(*parts, dtype=dtype), _in(bias, dtype))  # type: ignore[operator]
+        result = nn.functional.linear(rows, convert(*parts, dtype=dtype), _in(bias, dtype))
     elif blocks:
         result = block_matmul(rows, *parts, bias=_in(bias, dtype), backend=backend)
     else:
@@ -118,7 +118,7 @@ class WeightOnlyLinear(nn.Module):
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weight (out_features, in_features) that the layer multiplies by."""
         convert = dequantize_blocks if self.format in FORMATS else dequantize_weight
-        result: Tensor = convert(*self.parts(), dtype=dtype)  # type: ignore[operator]
+        result: Tensor = convert(*self.parts(), dtype=dtype)
         return result
 
     def forward(self, x: Tensor) -> Tensor:

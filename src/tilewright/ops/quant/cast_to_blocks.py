@@ -116,8 +116,9 @@ def check_tensor_scale(op: str, tensor_scale: Tensor | None, name: str, beside: 
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N (columns, K of the docstring), format, optional B, scale, special."""
-    return Sample((samples.matrix(params, dtype, device, seed),), {"format": params["format"]})
+    """params: M, N (columns, K of the docstring), format, optional B, scale, special.  N is rounded up to a multiple of 32."""
+    sizes = {**params, "N": -(-params["N"] // 32) * 32}
+    return Sample((samples.matrix(sizes, dtype, device, seed),), {"format": params["format"]})
 
 
 def cost(sample: Sample, direction: str) -> Cost:
@@ -158,7 +159,7 @@ CONTRACT = register(
             _bad("integers", "x is torch.int32; needs one of", 4, 32, dtype=torch.int32),
             _bad("a vector", r"x is \(32,\)", 32),
             _bad("a cut block", "K is 40; mxfp4 needs a multiple of 32", 4, 40),
-            _bad("unknown format", "format is 'fp4'; allowed are 'mxfp8'", 4, 32, format="fp4"),
+            _bad("unknown format", "format is 'fp4'; allowed are 'mxfp4'", 4, 32, format="fp4"),
             _bad(
                 "a scale of the tensor", "tensor_scale is given, and mxfp4 has none", 4, 32, tensor_scale=torch.ones(1)
             ),

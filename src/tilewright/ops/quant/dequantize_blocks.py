@@ -133,8 +133,8 @@ def check_blocks(op: str, q: Tensor, scales: Tensor, tensor_scale: Tensor | None
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N (columns, K of the docstring), format, optional B, scale, special, dtype."""
-    x = samples.matrix(params, torch.float32, device, seed)
+    """params: M, N (columns, K of the docstring), format, optional B, scale, special, dtype.  N is rounded up as there."""
+    x = samples.matrix({**params, "N": -(-params["N"] // 32) * 32}, torch.float32, device, seed)
     fmt = FORMATS[params["format"]]
     tensor_scale = microscale.tensor_scale_of(x) if fmt.name == "nvfp4" else None
     q, scales = microscale.quantise(x, fmt, tensor_scale)

@@ -62,8 +62,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "mxfp8": Format("mxfp8", 32, 8, 8, UINT8),
     "mxfp4": Format("mxfp4", 32, 4, 2, UINT8),
+    "mxfp8": Format("mxfp8", 32, 8, 8, UINT8),
     "nvfp4": Format("nvfp4", 16, 4, 2, E4M3),
 }
 
@@ -88,7 +88,7 @@ def quantise(x: Tensor, fmt: Format, tensor_scale: Tensor | None) -> tuple[Tenso
         made = quantise(x.to(torch.float32), fmt, tensor_scale)
         q, scales = (t.to(torch.float64) if t.dtype == E4M3 else t for t in made)
         return q, scales
-    blocks = x.to(torch.float32).unflatten(-1, (x.shape[-1] // fmt.block, fmt.block))
+    blocks = x.to(torch.float32).resolve_neg().unflatten(-1, (x.shape[-1] // fmt.block, fmt.block))
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
     amax = magnitude.amax(-1)  # as integers, in the order of the numbers, NaN on top
     finite = amax < 0x7F800000

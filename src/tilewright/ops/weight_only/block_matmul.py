@@ -145,10 +145,13 @@ def check(args: BlockMatmulArgs) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N, K, format, optional bias, out_dtype, high (scales up to the largest).  Results are of size 1."""
+    """params: M, N, K, format, optional bias, out_dtype, high (scales up to the largest).  Results are of size 1.
+
+    K is rounded up to a multiple of 32.
+    """
     g = generator(seed)
-    m, n, k, fmt = params["M"], params["N"], params["K"], FORMATS[params["format"]]
-    w = random_tensor((n, k), torch.float32, device, g, k**-0.5)
+    m, n, k, fmt = params["M"], params["N"], -(-params["K"] // 32) * 32, FORMATS[params["format"]]
+    w = random_tensor((n, k), torch.float32, device, g, max(k, 1) ** -0.5)
     w *= torch.exp2(4 * torch.rand((n, 1), generator=g) - 2).to(device)
     tensor_scale = microscale.tensor_scale_of(w) if fmt.name == "nvfp4" else None
     q, scales = microscale.quantise(w, fmt, tensor_scale)

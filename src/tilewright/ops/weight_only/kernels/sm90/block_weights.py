@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewright.hardware.device import device_info
 from tilewright.jit.compilers.kernel_args import I32, I64, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
+from tilewright.ops.gemm.operands import copyable
 
 CHUNK = 128
 """K is a multiple of it."""
@@ -94,7 +95,7 @@ def why_not(x: Tensor, q: Tensor) -> str | None:
         return f"is for 1 to {MOST_ROWS} rows, and x has {m}"
     if k % CHUNK or not k:
         return f"needs K to be a multiple of {CHUNK}, and it is {k}"
-    if x.data_ptr() % 16 or q.data_ptr() % 16 or (m > 1 and x.stride(0) % 8):
+    if not (copyable(x) and copyable(q)):
         return "needs x, its rows and q at multiples of 16 bytes"
     return None
 
