@@ -17,8 +17,8 @@ _MOST_STAGES = 6
 MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spills
 CLUSTERS = (16, 8, 4, 2)
 _PROCESSORS = 132
-# Measured on an H200 (notes/2026-11-decode.md), in bytes a nanosecond: of memory with four warps and with eight; of a block,
-# and of one that widens e4m3; of a cluster of 16 blocks and of smaller ones
+# Measured on an H200 (docs/notes/2026-11-decode.md), in bytes a nanosecond: of memory with four warps and with eight; of
+# a block, of 16 bits and (guessed) of one that widens e4m3; of a cluster of 16 blocks and of smaller ones
 _RATES = {4: 4270.0, 8: 4480.0}
 _BLOCK_RATE, _WIDENING_RATE = 70.0, 35.0
 _LARGE_CLUSTER_RATE, _CLUSTER_RATE = 820.0, 470.0
