@@ -18,8 +18,8 @@ MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spil
 CLUSTERS = (16, 8, 4, 2)
 _PROCESSORS = 132
 # Measured on an H200 (docs/notes/2026-11-decode.md), in bytes a nanosecond: of memory with four warps and with eight;
-# of a block, of 16 bits and (guessed) of one that widens e4m3; of a cluster of 16 blocks and of smaller
-# ones
+# of a block, of 16 bits and (guessed) of one that widens e4m3; of a cluster of 16
+# blocks and of smaller ones
 _RATES = {4: 4270.0, 8: 4480.0}
 _BLOCK_RATE, _WIDENING_RATE = 70.0, 35.0
 _LARGE_CLUSTER_RATE, _CLUSTER_RATE = 820.0, 470.0
@@ -116,8 +116,8 @@ def space(unit: Unit, rows: int) -> Iterable[Config]:
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Rings that fill shared memory.
 
-    Clusters are for few row tiles, as each of them has as many blocks whatever its length is; over e4m3, where they were
-    not measured, for one sequence.
+    Clusters are for few row tiles, as each of them has as many blocks whatever its length is; over e4m3, where they
+    were not measured, for one sequence.
     """
     rows = next((n for n in ROWS if n >= max(bucket.S_q, 1) * bucket.group), 0)
     if not 0 < rows * bucket.D <= MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
