@@ -17,8 +17,9 @@ _MOST_STAGES = 6
 MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spills
 CLUSTERS = (16, 8, 4, 2)
 _PROCESSORS = 132
-# Measured on an H200 (notes/2026-11-decode.md), in bytes a nanosecond: of memory with four warps and with eight; of a block,
-# and of one that widens e4m3; of a cluster of 16 blocks and of smaller ones
+# Measured on an H200 (docs/notes/2026-11-decode.md), in bytes a nanosecond: of memory with four warps and with eight;
+# of a block, of 16 bits and (guessed) of one that widens e4m3; of a cluster of 16
+# blocks and of smaller ones
 _RATES = {4: 4270.0, 8: 4480.0}
 _BLOCK_RATE, _WIDENING_RATE = 70.0, 35.0
 _LARGE_CLUSTER_RATE, _CLUSTER_RATE = 820.0, 470.0
@@ -115,14 +116,16 @@ def space(unit: Unit, rows: int) -> Iterable[Config]:
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Rings that fill shared memory.
 
-    Clusters are for few row tiles, as each of them has as many blocks whatever its length is.
+    Clusters are for few row tiles, as each of them has as many blocks whatever its length is; over e4m3, where they
+    were not measured, for one sequence.
     """
     rows = next((n for n in ROWS if n >= max(bucket.S_q, 1) * bucket.group), 0)
     if not 0 < rows * bucket.D <= MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
         return ()
     tiles = bucket.B * bucket.H_kv
+    few = bucket.S_q > 0 and (bucket.B == 1 or bucket.cache == AS_QUERIES)
     choices = space(unit_of(bucket.D, bucket.cache, dtype), rows)
-    return tuple(c for c in choices if c.cluster == 1 or (bucket.S_q > 0 and tiles * c.cluster <= 2 * _PROCESSORS))
+    return tuple(c for c in choices if c.cluster == 1 or (few and tiles * c.cluster <= 2 * _PROCESSORS))
 
 
 def unit_of(width: int, cache: int, dtype: torch.dtype) -> Unit:
