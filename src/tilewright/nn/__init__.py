@@ -3,10 +3,12 @@
 from tilewright.nn.attention import Attention
 from tilewright.nn.differential_attention import DifferentialAttention
 from tilewright.nn.fp8_linear import FP8Linear
+from tilewright.nn.int8_linear import Int8Linear
 from tilewright.nn.linear import Linear
 from tilewright.nn.mlp import GeGLUMLP, SwiGLUMLP
 from tilewright.nn.norm import AddRMSNorm, LayerNorm, RMSNorm
 from tilewright.nn.rotary import RotaryEmbedding
+from tilewright.nn.smoothing import smooth_, smoothing_factors
 
 __all__ = [
     "AddRMSNorm",
@@ -14,9 +16,12 @@ __all__ = [
     "DifferentialAttention",
     "FP8Linear",
     "GeGLUMLP",
+    "Int8Linear",
     "LayerNorm",
     "Linear",
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLUMLP",
+    "smooth_",
+    "smoothing_factors",
 ]
