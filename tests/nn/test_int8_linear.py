@@ -98,9 +98,9 @@ def test_state_dict_both_ways():
     fresh = Int8Linear(K, N)
     fresh.load_state_dict(ours.state_dict())
     assert torch.equal(fresh(x), ours(x))
-    from_wide = Int8Linear(K, N)
-    from_wide.load_state_dict(linear.state_dict())
-    assert torch.equal(from_wide(x), ours(x))
+    from_torch = Int8Linear(K, N)
+    from_torch.load_state_dict(linear.state_dict())
+    assert torch.equal(from_torch(x), ours(x))
     assert not torch.equal(Int8Linear(K, N)(x), ours(x))
 
 

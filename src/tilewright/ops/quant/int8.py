@@ -36,9 +36,9 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         raise InputError(f"quantise_rows: x is {x.dtype}; needs bfloat16, float16 or float32.")
     if x.dim() < 2:
         raise InputError(f"quantise_rows: x is {tuple(x.shape)}; needs (..., R, K).")
-    wide = x.to(torch.float32)
-    scales = scale_of(wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1]))
-    scaled = torch.round(wide * (1.0 / scales)[..., None])
+    x_fp32 = x.to(torch.float32)
+    scales = scale_of(x_fp32.abs().amax(-1) if x.shape[-1] else x_fp32.new_zeros(x.shape[:-1]))
+    scaled = torch.round(x_fp32 * (1.0 / scales)[..., None])
     return torch.where(scales.isfinite()[..., None], scaled, 0.0).to(torch.int8), scales
 
 
