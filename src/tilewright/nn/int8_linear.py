@@ -1,0 +1,125 @@
+"""A linear layer with an int8 weight, one scale an output channel, and activations cast to int8 in every call."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.dispatch.derivatives import has_tangent
+from tilewright.errors import InputError
+from tilewright.nn.fp8_linear import result_dtype
+from tilewright.ops.quant.int8 import SOURCES, dequantise_rows, product, quantise_rows
+
+
+class Int8Linear(nn.Module):
+    """x @ weight.T + bias with int8 operands; takes the place of torch.nn.Linear for inference, or below adapters.
+
+    weight: (out_features, in_features) int8 without a gradient.   weight_scale: (out_features,) float32, a buffer.
+    bias: (out_features,) or None, a parameter that may be trained.
+    x: (..., in_features) bf16|fp16|fp32, cast with one scale a token; the result has its dtype, or autocast's.
+
+    Sums of products are exact; the float32 epilogue rounds once.  Torch computes all of it, in float64 and with float64
+    copies of both operands: the layer saves memory between calls, not time, until an int8 kernel serves it.
+    The gradient of x passes straight through the cast: dz @ (weight * weight_scale), in the dtype of dz.  There is no
+    forward-mode derivative.  Loading a state_dict with a wider `weight` casts it; `.to(dtype)` changes the bias alone.
+    """
+
+    weight: nn.Parameter
+    weight_scale: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """A layer of zeros, to load a state_dict into.  dtype: that of the bias."""
+        super().__init__()
+        q = torch.zeros(out_features, in_features, device=device, dtype=torch.int8)
+        scales = torch.ones(out_features, device=device, dtype=torch.float32)
+        self._hold(q, scales, nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
+
+    def _hold(self, q: Tensor, scales: Tensor, bias: nn.Parameter | None) -> None:
+        self.out_features, self.in_features = q.shape
+        self.weight = nn.Parameter(q, requires_grad=False)
+        self.register_buffer("weight_scale", scales)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> Self:
+        """A layer with the cast weight of `linear`, whose bias it shares."""
+        if linear.weight.dtype not in SOURCES:
+            raise InputError(f"Int8Linear: weight is {linear.weight.dtype}; needs bfloat16, float16 or float32.")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._hold(*quantise_rows(linear.weight.detach()), linear.bias)
+        layer.training = linear.training
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features) -> (..., out_features)."""
+        if x.dtype not in SOURCES:
+            raise InputError(f"Int8Linear: x is {x.dtype}; needs bfloat16, float16 or float32.")
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise InputError(f"Int8Linear: x is {tuple(x.shape)}; needs (..., {self.in_features}).")
+        if has_tangent(x, self.bias):
+            raise InputError(
+                "Int8Linear has no forward-mode derivative: casts to int8 have none. Use torch.nn.Linear there, or "
+                "reverse mode."
+            )
+        rows = x.reshape(x.shape[:-1].numel(), self.in_features)
+        arguments = rows, self.weight, self.weight_scale, self.bias, result_dtype(x)
+        trained = x.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        result: Tensor = _Product.apply(*arguments) if torch.is_grad_enabled() and trained else _forward(*arguments)
+        return result.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scales = self.weight_scale
+
+        def keep_scales(t: Tensor) -> Tensor:
+            converted = fn(t)
+            return t.to(converted.device) if t is scales and converted.dtype != t.dtype else converted
+
+        return super()._apply(keep_scales, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if isinstance(weight, Tensor) and weight.dtype != torch.int8:
+            q, scales = quantise_rows(weight.detach().to(self.weight.device))
+            state_dict = {**state_dict, f"{prefix}weight": q, f"{prefix}weight_scale": scales}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _forward(rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    q, scales = quantise_rows(rows)
+    return product(q, weight, scales, weight_scale, bias, dtype)
+
+
+class _Product(torch.autograd.Function):
+    """The product of the forward, and the gradients of x and of the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(weight, weight_scale)
+        ctx.x_dtype, ctx.bias_dtype = rows.dtype, None if bias is None else bias.dtype
+        return _forward(rows, weight, weight_scale, bias, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        weight, weight_scale = ctx.saved_tensors
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = (dz @ dequantise_rows(weight, weight_scale, dz.dtype)).to(ctx.x_dtype)
+        if ctx.needs_input_grad[3]:
+            dbias = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, None, None, dbias, None
