@@ -262,7 +262,9 @@ def test_a_wrong_product_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fp8_linears, "fp8_linear", coarser)
     model = wide()
-    with pytest.raises(VerificationError, match=r"(?s)the patched model lost accuracy\..*the same numbers in plain torch"):
+    with pytest.raises(
+        VerificationError, match=r"(?s)the patched model lost accuracy\..*the same numbers in plain torch"
+    ):
         patch(model, fp8=True, inputs=tokens())
     assert not any(isinstance(m, Patched) or fp8_linears.CASTS in vars(m) for m in model.modules())
 

@@ -116,7 +116,7 @@ def check_tensor_scale(op: str, tensor_scale: Tensor | None, name: str, beside: 
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N (columns, K of the docstring), format, optional B, scale, special.  N is rounded up to a multiple of 32."""
+    """params: M, N (columns, K of the docstring), format, optional B, scale, special.  N becomes a multiple of 32."""
     sizes = {**params, "N": -(-params["N"] // 32) * 32}
     return Sample((samples.matrix(sizes, dtype, device, seed),), {"format": params["format"]})
 

@@ -133,7 +133,7 @@ def check_blocks(op: str, q: Tensor, scales: Tensor, tensor_scale: Tensor | None
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N (columns, K of the docstring), format, optional B, scale, special, dtype.  N is rounded up as there."""
+    """params: M, N (columns, the K above), format, optional B, scale, special, dtype.  N is rounded up to 32."""
     x = samples.matrix({**params, "N": -(-params["N"] // 32) * 32}, torch.float32, device, seed)
     fmt = FORMATS[params["format"]]
     tensor_scale = microscale.tensor_scale_of(x) if fmt.name == "nvfp4" else None
