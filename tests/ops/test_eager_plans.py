@@ -42,11 +42,6 @@ ALLOWED: dict[str, Callable[[Any, Case], bool]] = {
         and found.kernels <= 11
         and _sizes(found)["S_k"] > 512
     ),
-    # Kernels that did not run on a GPU yet are no default.
-    "formats of blocks": lambda found, case: (
-        case.contract.name in ("cast_to_blocks", "dequantize_blocks")
-        or (case.contract.name == "block_matmul" and (_sizes(found)["bits"] == 8 or "cuda" not in found.others))
-    ),
     # One kernel of cuDNN, and steps over operands that are joined.
     "gradients of joined operands": lambda found, case: (
         case.contract.name == "mla" and case.direction == "bwd" and case.dtype in HALF and found.kernels <= 6

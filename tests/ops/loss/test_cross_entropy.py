@@ -9,6 +9,7 @@ from tests.ops.sampling.places import everywhere
 
 from tilewright import ops
 from tilewright.errors import InputError
+from tilewright.ops.loss.in_place import scaled
 
 OPTIONS = {
     "plain": {},
@@ -143,3 +144,12 @@ def test_one_graph():
     loss, wanted = step(leaf), F.cross_entropy(leaf, target, label_smoothing=0.1)
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(*(torch.autograd.grad(t, leaf)[0] for t in (loss, wanted)))
+
+
+def test_a_gradient_that_lies_transposed_is_multiplied_elsewhere():
+    """The kernel in place takes rows side by side; torch's gradient of a weight may lie along its columns."""
+    gradient = torch.randn(6, 4).T
+    before = gradient.clone()
+    product = scaled(gradient, torch.tensor(2.0))
+    torch.testing.assert_close(product, 2 * before, rtol=0, atol=0)
+    assert torch.equal(gradient, before)

@@ -9,6 +9,8 @@ from tests.ops.sampling.places import everywhere
 from tilewright import ops
 from tilewright.errors import InputError
 from tilewright.ops.moe.fused.extras import SharedExperts
+from tilewright.ops.moe.fused_bias.args import FusedMoeBiasArgs, bias_bucket
+from tilewright.ops.moe.kernels import bias_pipeline
 
 
 def experts(tokens=30, count=6, k=2, width=32, inner=24, dtype=torch.float32, device="cpu"):
@@ -151,3 +153,16 @@ def test_ids_that_are_no_experts():
     ids[3, 1] = 6
     with pytest.raises(InputError, match=r"topk_ids has 6; needs -1 \(dropped\) to 5"):
         ops.fused_moe_bias(x, w1.mT, w2.mT, weights, ids, **biases)
+
+
+def test_weights_without_a_unit_stride_are_planned_apart():
+    """A plan belongs to a bucket: one made for columns of any alignment must not serve weights that no kernel takes."""
+    w1, w2 = torch.empty(4, 33, 42).mT, torch.empty(4, 21, 33).mT
+    args = FusedMoeBiasArgs(
+        torch.empty(9, 33), w1, w2, torch.empty(9, 2), torch.zeros(9, 2, dtype=torch.int64), None, None, None,
+        "swigluoai", True, 1.702, 7.0,
+    )  # fmt: skip
+    strided = args._replace(w1=torch.empty(4, 42, 66)[..., ::2])
+    assert bias_pipeline.why_not(args) is None
+    assert bias_pipeline.why_not(strided) is not None
+    assert bias_bucket(strided) != bias_bucket(args)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tilewright import ops
-from tilewright.dispatch import contract, implementations
 from tilewright.errors import BackendError, InputError
 from tilewright.ops.quant import microscale
 from tilewright.ops.weight_only.kernels.sm90 import block_weights
@@ -50,20 +49,6 @@ def test_what_is_refused():
         ops.weight_only_matmul(x, *ops.quantize_weight(torch.randn(16, 64)), tensor_scale=torch.ones(1))
     with pytest.raises(BackendError):
         ops.block_matmul(x, q, scales, backend="cuda")
-
-
-def test_what_never_ran_on_a_gpu_is_no_default():
-    raw = contract("block_matmul").forward
-    bucket = raw.bucket(*_arguments("mxfp8"))
-    assert raw.torch_first(bucket, bf16, "cuda")
-    bucket = raw.bucket(*_arguments("mxfp4"))
-    assert not raw.torch_first(bucket, bf16, "cuda")
-    assert set(implementations(raw.op, "fwd")) >= {"cuda", "triton"}
-
-
-def _arguments(format):
-    x, weight, _ = operands(format, 2, 16, 128)
-    return (x, *weight, None, bf16)
 
 
 @pytest.mark.gpu

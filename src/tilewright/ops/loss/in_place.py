@@ -109,11 +109,17 @@ SCALE = RawOp(
 """A gradient that a forward has written, times the gradient of the loss: what a backward has left to do."""
 
 
+def has_rows(x: Tensor) -> bool:
+    """Are the elements of each row of (M, N) side by side, and rows apart?  torch's own gradients may be transposed."""
+    return x.stride(-1) == 1 and (x.dim() < 2 or x.stride(0) >= x.shape[1])
+
+
 def scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
     """gradient * dloss.  Nothing is read or written where dloss is 1, which the device finds out; else the product
     takes the place of `gradient`, unless the graph is kept and needs it again.
     """
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+    is_kept = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+    if is_kept or not has_rows(gradient):
         return gradient * dloss
     SCALE(gradient, dloss.detach(), *resolve(None))
     return gradient

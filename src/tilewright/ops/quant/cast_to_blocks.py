@@ -83,8 +83,6 @@ FORWARD = RawOp(
     outputs=_outputs,
     reference=lambda args: microscale.quantise(args.x, FORMATS[args.format], args.tensor_scale),
     bucket=_bucket,
-    # Not a default before it has run on a GPU
-    torch_first=lambda bucket, dtype, backend: True,
     bucket_names=CastToBlocksBucket._fields,
     count=2,
 )

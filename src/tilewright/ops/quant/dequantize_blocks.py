@@ -94,8 +94,6 @@ FORWARD = RawOp(
     outputs=lambda args: (((*args.q.shape[:-1], depth_of(args.q)), args.dtype),),
     reference=lambda args: reference(args.q, args.scales, args.tensor_scale, dtype=args.dtype),
     bucket=_bucket,
-    # Not a default before it has run on a GPU
-    torch_first=lambda bucket, dtype, backend: True,
     bucket_names=DequantizeBlocksBucket._fields,
     dtypes=(UINT8, E4M3),
     out=True,

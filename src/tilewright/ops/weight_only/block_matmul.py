@@ -54,8 +54,8 @@ def block_matmul(
     bias: (N,) bf16|fp16|fp32.   out_dtype: bf16|fp16|fp32, by default x's.   Returns (..., M, N).
 
     Rounding: an element times the scale of its block is exact in bfloat16; products and sums are float32; the sum times
-    tensor_scale, then bias, and one rounding to out_dtype.  "triton" makes the weight in bfloat16 first, for nvfp4 with
-    tensor_scale and so rounded, and leaves the product to torch.
+    tensor_scale, then bias, and one rounding to out_dtype.  "triton" makes the weight in bfloat16 first and leaves the
+    product to torch.
 
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.   "cuda" is for Hopper, at
     most 16 rows and K a multiple of 128.   For inference: no backend has a kernel of a gradient.
@@ -116,8 +116,6 @@ FORWARD = RawOp(
     bucket=_bucket,
     bucket_names=BlockMatmulBucket._fields,
     dtypes=(torch.bfloat16,),
-    # What has not run on a GPU yet is no default: "triton", and 8 bits
-    torch_first=lambda bucket, dtype, backend: backend != "cuda" or bucket.bits == 8,
 )
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tilewright.dispatch.bucket import hint, row_bucket
-from tilewright.ops.gemm.operands import copyable
+from tilewright.ops.gemm.operands import copyable, major_b
 from tilewright.ops.moe.fused.args import FusedMoeArgs
 
 
@@ -57,6 +57,7 @@ class FusedMoeBiasBucket(NamedTuple):
     H: int
     I: int  # noqa: E741 - the width of an expert, as papers write it
     along_k: int  # whether rows of w1 and of w2 are contiguous; else their columns may be
+    unit: int  # whether each has a unit stride in one of them
     aligned: int  # whether TMA reads both
 
 
@@ -74,6 +75,7 @@ def bias_bucket(args: FusedMoeBiasArgs | FusedMoeBiasBackwardArgs) -> FusedMoeBi
         hint(width),
         hint(inner),
         int(along_k),
+        int(all(major_b(t.mT) is not None for t in (w1, w2))),
         int(aligned),
     )
 
