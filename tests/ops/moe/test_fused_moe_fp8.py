@@ -5,6 +5,7 @@ import torch
 
 from tilewright import ops
 from tilewright.errors import InputError
+from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, fp8_bucket
 
 
 def experts(tokens=20, count=5, k=2, width=272, inner=144, device="cpu"):
@@ -84,3 +85,16 @@ def test_a_graph_takes_other_routing(shape):
         graph.replay()
         wanted = ops.fused_moe_fp8(x, w1, w2, s1, s2, weights, ids, backend="torch")
         assert float((y.double() - wanted.double()).norm() / (wanted.double().norm() + 1e-9)) < 2e-2
+
+
+def test_what_no_kernel_reads_is_planned_apart():
+    """A plan belongs to a bucket: one made for weights and scales as casts write them must not serve others."""
+    x, w1, w2, s1, s2, weights, ids = experts()
+    args = FusedMoeFp8Args(x, w1, w2, s1, s2, weights, ids, None)
+    assert fp8_bucket(args).aligned
+    for other in (
+        args._replace(w1=w1.mT.contiguous().mT),
+        args._replace(w1_scale=s1.mT.contiguous().mT),
+        args._replace(w2_scale=s2.mT.contiguous().mT),
+    ):
+        assert not fp8_bucket(other).aligned

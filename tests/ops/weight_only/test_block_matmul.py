@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from tilewright import ops
+from tilewright.dispatch import contract
 from tilewright.errors import BackendError, InputError
 from tilewright.ops.quant import microscale
+from tilewright.ops.weight_only.block_matmul import BlockMatmulArgs
 from tilewright.ops.weight_only.kernels.sm90 import block_weights
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -49,6 +51,16 @@ def test_what_is_refused():
         ops.weight_only_matmul(x, *ops.quantize_weight(torch.randn(16, 64)), tensor_scale=torch.ones(1))
     with pytest.raises(BackendError):
         ops.block_matmul(x, q, scales, backend="cuda")
+
+
+def test_rows_that_begin_anywhere_are_planned_apart():
+    """A plan belongs to a bucket: one made for rows of 16 bytes must not serve others, which a kernel cannot read."""
+    x, (q, scales, _), _ = operands("mxfp4", 2, 16, 128)
+    args = BlockMatmulArgs(x, q, scales, None, None, bf16)
+    shifted = torch.nn.functional.pad(x, (1, 0))[:, 1:]
+    bucket = contract("block_matmul").forward.bucket
+    assert bucket(*args).aligned
+    assert not bucket(*args._replace(x=shifted)).aligned
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
+from tilewright.ops.gemm.operands import copyable
 from tilewright.ops.quant import microscale
 from tilewright.ops.quant.dequantize_blocks import check_blocks, depth_of, stored
 from tilewright.ops.quant.microscale import E4M3, FORMATS, UINT8
@@ -34,6 +35,7 @@ class BlockMatmulBucket(NamedTuple):
     block: int
     bits: int
     out_bits: int
+    aligned: int  # whether rows of x, and q, begin at multiples of 16 bytes
 
 
 @dispatch(OP)
@@ -102,7 +104,8 @@ def _bucket(args: BlockMatmulArgs) -> BlockMatmulBucket:
     fmt = microscale.format_of(args.q, args.scales)
     assert fmt is not None, "checked"
     m, n, k = row_bucket(args.x.shape[0]), hint(args.q.shape[0]), hint(args.x.shape[1])
-    return BlockMatmulBucket(m, n, k, fmt.block, fmt.bits, 8 * args.out_dtype.itemsize)
+    aligned = copyable(args.x) and copyable(args.q)
+    return BlockMatmulBucket(m, n, k, fmt.block, fmt.bits, 8 * args.out_dtype.itemsize, int(aligned))
 
 
 FORWARD = RawOp(

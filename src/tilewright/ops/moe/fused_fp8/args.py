@@ -7,6 +7,7 @@ from torch import Tensor
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.ops.gemm.operands import copyable
 from tilewright.ops.moe.fused.args import FusedMoeArgs
+from tilewright.ops.quant.layout import BLOCK
 
 
 class FusedMoeFp8Args(NamedTuple):
@@ -28,7 +29,7 @@ class FusedMoeFp8Bucket(NamedTuple):
     E: int
     H: int
     I: int  # noqa: E741 - the width of an expert, as papers write it
-    aligned: int  # whether TMA reads both weights
+    aligned: int  # whether TMA reads both weights, and scales lie as casts write them
 
 
 def unscaled(args: FusedMoeFp8Args) -> FusedMoeArgs:
@@ -36,15 +37,28 @@ def unscaled(args: FusedMoeFp8Args) -> FusedMoeArgs:
     return FusedMoeArgs(args.x, args.w1, args.w2, args.topk_weights, args.topk_ids, args.expert_map, "silu")
 
 
+def why_not_scales(args: FusedMoeFp8Args) -> str | None:
+    """Why a kernel cannot read the scales where they lie; None if it can."""
+    for name, scale, (rows, depth) in (
+        ("w1_scale", args.w1_scale, args.w1.shape[1:]),
+        ("w2_scale", args.w2_scale, args.w2.shape[1:]),
+    ):
+        reason = BLOCK.mismatch(scale, rows, depth)
+        if reason is not None:
+            return f"reads scales as they lie, and those of {name} {reason}"
+    return None
+
+
 def fp8_bucket(args: FusedMoeFp8Args) -> FusedMoeFp8Bucket:
     """What a choice of kernel may depend on."""
     w1, w2, (experts, width, inner) = args.w1, args.w2, args.w2.shape
-    aligned = copyable(w1) and copyable(w2) and hint(width) % 16 == hint(inner) % 16 == 0
+    rows = all(t.shape[-1] <= 1 or t.stride(-1) == 1 for t in (w1, w2))
+    aligned = rows and copyable(w1) and copyable(w2) and hint(width) % 16 == hint(inner) % 16 == 0
     return FusedMoeFp8Bucket(
         row_bucket(args.x.shape[0]),
         hint(args.topk_ids.shape[1]),
         hint(experts),
         hint(width),
         hint(inner),
-        int(aligned),
+        int(aligned and why_not_scales(args) is None),
     )

@@ -17,13 +17,12 @@ from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile
 from tilewright.ops.gemm.kernels.sm90.fp8_kernel import Config as TileConfig
 from tilewright.ops.gemm.kernels.sm90.operands import why_not_arch
 from tilewright.ops.moe.fused.args import mean_rows
-from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, FusedMoeFp8Bucket, fp8_bucket, unscaled
+from tilewright.ops.moe.fused_fp8.args import FusedMoeFp8Args, FusedMoeFp8Bucket, fp8_bucket, unscaled, why_not_scales
 from tilewright.ops.moe.fused_moe_fp8 import FORWARD
 from tilewright.ops.moe.kernels import pipeline, pipeline_fp8
 from tilewright.ops.moe.kernels.sm90 import few_tokens
 from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
 from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN
-from tilewright.ops.quant.layout import BLOCK
 
 
 class Config(NamedTuple):
@@ -61,15 +60,11 @@ def why_not(args: FusedMoeFp8Args) -> str | None:
     reason = why_not_arch(args.x)
     if reason is not None:
         return reason
+    reason = why_not_scales(args)
+    if reason is not None:
+        return reason
     if not fp8_bucket(args).aligned:
         return "needs w1 and w2 contiguous along their last dimension at 16 bytes, and H and I in multiples of 16"
-    for name, scale, (rows, depth) in (
-        ("w1_scale", args.w1_scale, args.w1.shape[1:]),
-        ("w2_scale", args.w2_scale, args.w2.shape[1:]),
-    ):
-        reason = BLOCK.mismatch(scale, rows, depth)
-        if reason is not None:
-            return f"reads scales as they lie, and those of {name} {reason}"
     if args.w1.shape[0] > MOST_EXPERTS or args.topk_ids.shape[1] > MOST_CHOSEN:
         return f"takes up to {MOST_EXPERTS} experts and k up to {MOST_CHOSEN}"
     return None
