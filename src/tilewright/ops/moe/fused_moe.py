@@ -160,8 +160,8 @@ CONTRACT = register(
             raw_args=_raw_args,
             recomputes=False,
         ),
-        # A routing weight has one gradient, a sum whose terms cancel: of the few dozen in an edge case the largest error
-        # of one rounding is up to four times that of another
+        # A routing weight has one gradient, a sum whose terms cancel: of the few dozen in a case the largest error of
+        # one rounding is up to four times that of another
         gradient_tolerance=5.0,
         workloads=samples.WORKLOADS,
         cpu_workloads=samples.CPU_WORKLOADS,
