@@ -47,7 +47,8 @@ class Engine:
     prompt is computed in chunks beside the steps of others; where pages are short the youngest request waits and
     computes its pages again.  The thread that computes is one step ahead of what the host has read.
 
-    While the engine lives, call the model through it alone.
+    While the engine lives, call the model through it alone, and leave its modules and weights as they are: graphs hold
+    them.
 
     Greedy tokens are those of `model.generate` up to rounding: products of other sizes add in another order.  Drawn
     tokens depend on prompt, seed and logits alone.  Use as a context manager, or call `close`.
@@ -95,6 +96,8 @@ class Engine:
         self._warmups: list[threading.Event] = []
         self._closed = False
         self._failure: BaseException | None = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # weights may have been written on any stream
         self._thread = threading.Thread(target=self._run, name="tilewright-engine", daemon=True)
         self._thread.start()
 
@@ -217,9 +220,7 @@ class Engine:
                 stack.enter_context(torch.inference_mode())
                 if self.device.type == "cuda":
                     stack.enter_context(torch.cuda.device(self.device))
-                    stream = torch.cuda.Stream(self.device)
-                    stream.wait_stream(torch.cuda.default_stream(self.device))
-                    stack.enter_context(torch.cuda.stream(stream))
+                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
                 while self._take_news(wait=queued is None and not self._generations):
                     chunks = self._scheduler.plan()
                     following = self._runner.launch(chunks) if chunks else None
