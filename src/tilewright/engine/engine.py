@@ -39,7 +39,7 @@ class Engine:
     cache_tokens  tokens that the cache holds; default: what fits 90 % of the free device memory, or 1 GiB on a CPU, and
                   no more than max_batch * max_context.
     page_size     tokens of a page; prefixes are shared by whole pages.
-    step_tokens   tokens of one step, so that a long prompt does not hold up those that decode.
+    step_tokens   tokens of one step, at least max_batch, so that a long prompt does not hold up those that decode.
     graphs        CUDA graphs for steps that only decode: True insists, by default a model that cannot be captured runs
                   without, and one log line says why.
 
@@ -84,9 +84,9 @@ class Engine:
         if not 2 <= self.max_context <= longest:
             raise InputError(f"Engine: max_context is {self.max_context}; this model takes 2 to {longest}.")
         pages = self._pages(cache_tokens, max_batch, page_size)
-        self._scheduler = Scheduler(PagePool(pages, page_size), max_batch, step_tokens)
-        self._model.allocate(pages, page_size)
         sizes = Sizes(max(step_tokens, max_batch), max_batch, -(-self.max_context // page_size))
+        self._scheduler = Scheduler(PagePool(pages, page_size), max_batch, sizes.step_tokens)
+        self._model.allocate(pages, page_size)
         self._runner = Runner(self._model, sizes, graphs)
         self._stops, _ = checks.special_tokens(model.generation_config, None, None)
         self._vocabulary = model.get_input_embeddings().num_embeddings
