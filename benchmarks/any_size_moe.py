@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from any_size_draw import FP32, Draw, Model, Sizes
@@ -64,4 +65,4 @@ def fused_moe_bias(draw: Draw, model: Model) -> Sizes | None:
     if sizes is None:
         return None
     params = {**sizes.params, "interleaved": draw.chance(0.5), "transposed": draw.chance(0.5)}
-    return sizes._replace(params=params)
+    return replace(sizes, params=params)

@@ -20,7 +20,10 @@ SLOW = {"group_gemm", "fmha_varlen", "block_matmul"}
 SIMPLE = [
     name
     for name, c in contracts().items()
-    if not name.startswith("test_") and name not in SLOW and c.forward.compose is None  # whose parts are replayed
+    if not name.startswith("test_")
+    and name not in SLOW
+    and c.forward.compose is None  # whose parts are replayed
+    and any(kernel.startswith("triton.") for kernel in c.forward.kernels)
 ]
 
 

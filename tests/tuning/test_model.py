@@ -109,11 +109,12 @@ def test_a_recorded_call_of_every_op_has_the_same_bucket_and_can_be_made_again()
             form = recorded_call(subject, args)
             again = on_raw_arguments(subject, form)
             made = again.inputs({}, workload.dtypes[0], torch.device("cpu"), 1)
-            assert raw.bucket_of(made.args, "default") == raw.bucket_of(args, "default"), subject.name
+            bucket = raw.bucket_of(args, "default")
+            assert raw.bucket_of(made.args, "default") == bucket, subject.name
             again.function(*made.args, backend="torch")
         problem = Problem(subject.name, "fwd", {}, workload.dtypes[0], "cpu", 0, ("tilewright.ops",), True, form)
         with fake_call(problem) as call:
-            assert call.raw.bucket_of(call.args, "default") == raw.bucket_of(args, "default"), subject.name
+            assert call.raw.bucket_of(call.args, "default") == bucket, subject.name
 
 
 def test_operands_are_drawn_and_what_has_a_meaning_is_kept():

@@ -21,7 +21,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     logits = rows.random_tensor((*shape, n), dtype, device, rows.generator(seed), params.get("scale", 2.0))
     if "hidden" in params:
         logits[..., 1::2, ::3] = params["hidden"]
-    target = torch.randint(0, n, shape, generator=g)
+    target = torch.randint(0, max(1, n), shape, generator=g)  # without classes no target is right
     target[torch.rand(shape, generator=g) < params.get("ignored", 0.0)] = params.get("ignore_index", -100)
     kwargs = {name: params[name] for name in _OPTIONS if name in params}
     if params.get("weight"):

@@ -7,10 +7,12 @@ from tilewright.errors import InputError
 from tilewright.ops.moe.fused import samples
 from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket, fused_bucket
 from tilewright.ops.moe.fused.checks import check, scales_of
-from tilewright.ops.moe.fused.extras import SharedExperts, check_shared, has_bias_form, with_shared
+from tilewright.ops.moe.fused.extras import SharedExperts, check_shared, has_bias_form, shared_reference, with_shared
 from tilewright.ops.moe.fused.reference import experts, experts_backward
 from tilewright.ops.moe.fused_moe_bias import fused_moe_bias
+from tilewright.ops.moe.fused_moe_bias import reference as bias_reference
 from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
+from tilewright.ops.moe.fused_moe_fp8 import reference as fp8_reference
 
 
 @dispatch("fused_moe")
@@ -93,9 +95,27 @@ def reference(
     activation: str = "silu",
     expert_map: Tensor | None = None,
     quant: str | None = None,
+    w1_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    shared_experts: SharedExperts | tuple[Tensor, ...] | None = None,
 ) -> Tensor:
-    """The same in plain torch: sort, gather, two grouped products, scatter.  Other forms: `fused_moe_bias`."""
-    return experts(FusedMoeArgs(x, w1, w2, topk_weights, topk_ids, expert_map, activation))
+    """The same in plain torch: sort, gather, two grouped products, scatter."""
+    scales = scales_of(quant, activation, w1_scale, w2_scale)
+    if scales is not None:
+        y = fp8_reference(x, w1, w2, *scales, topk_weights, topk_ids, expert_map=expert_map)
+    elif has_bias_form(activation, interleaved, alpha, limit, w1_bias, w2_bias):
+        y = bias_reference(
+            x, w1, w2, topk_weights, topk_ids, w1_bias=w1_bias, w2_bias=w2_bias, expert_map=expert_map,
+            activation=activation, interleaved=interleaved, alpha=alpha, limit=limit,
+        )  # fmt: skip
+    else:
+        y = experts(FusedMoeArgs(x, w1, w2, topk_weights, topk_ids, expert_map, activation))
+    return y if shared_experts is None else y + shared_reference(x, SharedExperts(*shared_experts), activation)
 
 
 KERNELS = ("sm90.fused_moe", "triton.fused_moe")

@@ -14,6 +14,7 @@ from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_ou
 from tilewright.ops.rows import generator, nbytes, random_tensor
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.block_matmul import block_matmul
+from tilewright.ops.weight_only.block_matmul import reference as block_matmul_reference
 from tilewright.ops.weight_only.checks import check_dtype, check_weight
 from tilewright.ops.weight_only.samples import random_weight
 
@@ -110,11 +111,14 @@ def reference(
     q: Tensor,
     scales: Tensor,
     *,
+    tensor_scale: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The same in plain torch; on float64 the result is float64, whatever `out_dtype` says."""
+    if tensor_scale is not None or scales.dtype.itemsize == 1:
+        return block_matmul_reference(x, q, scales, tensor_scale, bias=bias, out_dtype=out_dtype)
     result = product(WeightOnlyMatmulArgs(x.flatten(0, -2), q, scales, bias, activation or "", out_dtype or x.dtype))
     return result.reshape(*x.shape[:-1], result.shape[-1])
 

@@ -20,7 +20,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     shape = (params["batch"], m) if "batch" in params else (m,)
     hidden = rows.random_tensor((*shape, k), dtype, device, rows.generator(seed))
     weight = rows.random_tensor((n, k), dtype, device, g, 2.0 * k**-0.5)
-    target = torch.randint(0, n, shape, generator=g)
+    target = torch.randint(0, max(1, n), shape, generator=g)  # without classes no target is right
     target[torch.rand(shape, generator=g) < params.get("ignored", 0.0)] = params.get("ignore_index", -100)
     kwargs = {name: params[name] for name in _OPTIONS if name in params}
     if params.get("bias"):

@@ -11,6 +11,7 @@ from tilewright.ops.activation.gelu_and_mul import gelu_and_mul
 from tilewright.ops.activation.silu_and_mul import silu_and_mul
 from tilewright.ops.gemm.matmul import matmul
 from tilewright.ops.moe.fused.checks import ACTIVATIONS
+from tilewright.ops.moe.fused.reference import gated
 
 
 class SharedExperts(NamedTuple):
@@ -69,3 +70,10 @@ def with_shared(routed: Tensor, x: Tensor, shared: SharedExperts, activation: st
     if gate is not None:
         y = torch.sigmoid(torch.nn.functional.linear(x, gate)) * y
     return torch.add(routed, y, out=out)
+
+
+def shared_reference(x: Tensor, shared: SharedExperts, activation: str) -> Tensor:
+    """The output of the shared experts in plain torch."""
+    w1, w2, gate = shared
+    y = gated(*(x @ w1.T).chunk(2, dim=-1), activation) @ w2.T
+    return y if gate is None else torch.sigmoid(x @ gate.T) * y

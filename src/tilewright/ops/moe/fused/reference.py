@@ -40,8 +40,12 @@ def _order(args: FusedMoeArgs) -> _Order:
 def _hidden(args: FusedMoeArgs, order: _Order) -> Tensor:
     """The gated first product, (S, I)."""
     both, inner = _product(args.x[order.tokens], args.w1, order), args.w2.shape[2]
-    gate, up = both[:, :inner], both[:, inner:]
-    return (F.silu(gate) if args.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return gated(both[:, :inner], both[:, inner:], args.activation)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up."""
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def _product(rows: Tensor, w: Tensor, order: _Order) -> Tensor:

@@ -30,7 +30,9 @@ def experts(args: FusedMoeBiasArgs) -> Tensor:
 
 def gated(both: Tensor, activation: str, interleaved: bool, alpha: float, limit: float) -> Tensor:
     """The gated columns (..., I) of gates and ups (..., 2 I)."""
-    gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, dim=-1)
+    inner = both.shape[-1] // 2
+    # Slices: the gradient of `chunk` is a `cat`, which autocast on a CPU refuses in float16
+    gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else (both[..., :inner], both[..., inner:])
     if activation == "silu":
         return F.silu(gate) * up
     if activation == "gelu":

@@ -30,14 +30,14 @@ def row_config(bucket: RowsBucket | InPlaceBucket, dtype: torch.dtype, steps: in
 
 
 def row_candidates(bucket: RowsBucket | InPlaceBucket, dtype: torch.dtype) -> tuple[RowConfig, ...]:
-    """Steps, warps and stages that a row has work for."""
+    """Steps, warps and stages that a row has work for; a warp alone loads one step at a time."""
     vectors = triton.next_power_of_2(-(-bucket.N * dtype.itemsize // 16))
     return tuple(
         RowConfig(steps, warps, stages)
         for warps in (1, 2, 4, 8, 16, 32)
         for steps in (1, 2, 4, 8)
         for stages in (1, 2, 3)
-        if 32 * warps * steps <= max(vectors, 32) and (stages == 1 or 32 * warps * steps * 4 <= vectors)
+        if 32 * warps * steps <= max(vectors, 32) and (stages == 1 or (warps > 1 and 32 * warps * steps * 4 <= vectors))
     )
 
 
