@@ -17,6 +17,7 @@ from tilewright.validate.oracle import differentiate, gradient_inputs, truth
 pytestmark = pytest.mark.interp
 
 CPU = torch.device("cpu")
+WITHOUT_TRITON = {"fused_moe_fp8"}  # its form in Triton compiles for Hopper alone, which has one in CUDA C++
 BOTH_HALVES = 2
 """Edge cases that run in a second type of 16 bits too: the same kernel, but for conversions.  All where an op promises
 the reference's bits, and on a GPU.
@@ -33,6 +34,7 @@ def _dtypes(contract, place):
 CASES = [
     pytest.param(name, case, dtype, id=f"{name}-{case.name.split(':')[0]}-{str(dtype).removeprefix('torch.')}")
     for name, contract in contracts().items()
+    if name not in WITHOUT_TRITON
     for place, case in enumerate(contract.edge_cases)
     for dtype in _dtypes(contract, place)
 ]
@@ -61,4 +63,4 @@ def test_edge_case(name, case, dtype, seed):
 def test_forward_and_backward_have_a_triton_implementation(name):
     """backend="triton" is strict in the forward; a missing backward would be the reference, silently."""
     for op in contracts()[name].raw_ops:
-        assert "triton" in implementations(op.op, op.direction)
+        assert ("triton" in implementations(op.op, op.direction)) == (name not in WITHOUT_TRITON)
