@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from any_size_draw import BF16, FP16, FP32, Draw, Model
 
@@ -72,3 +74,8 @@ def expert(draw: Draw, model: Model) -> tuple[str, int, int, int] | None:
     hidden, inner = model.hidden, model.expert_intermediate
     part, n, k = draw.pick((("experts_gate_up", 2 * inner, hidden), ("experts_down", hidden, inner)))
     return part, max(groups, 1), n, k
+
+
+def product_cost(m: int, n: int, k: int, batch: int = 1) -> dict[str, Any]:
+    """Flops and elements of the products A (M, K) times B (K, N) of a batch."""
+    return {"flops": 2.0 * batch * m * n * k, "elements": batch * (m * k + n * k + m * n)}

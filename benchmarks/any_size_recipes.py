@@ -13,13 +13,17 @@ import torch
 from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla, mla_decode
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
 from any_size_kvcache import kv_append, kv_block_table, kv_copy_pages, kv_gather, mla_kv_append, rope_kv_append
+from any_size_lowbits import (
+    block_matmul,
+    cast_to_blocks,
+    dequantize_blocks,
+    dequantize_weight,
+    quantize_weight,
+    weight_only_matmul,
+)
 from any_size_moe import fused_moe, fused_moe_bias, moe_align, moved_rows, topk_sigmoid, topk_softmax
-from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
+from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, product_cost, tokens
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
-
-
-def _product(m: int, n: int, k: int, batch: int = 1) -> dict[str, Any]:
-    return {"flops": 2.0 * batch * m * n * k, "elements": batch * (m * k + n * k + m * n)}
 
 
 def matmul(draw: Draw, model: Model) -> Sizes:
@@ -28,15 +32,15 @@ def matmul(draw: Draw, model: Model) -> Sizes:
     m, kind = tokens(draw), draw.below(100)
     dtype = FP8 if kind < 8 else floating(draw)
     if kind < 8:
-        return Sizes(part, {"M": m, "N": n, "K": k, "out_dtype": BF16}, FP8, **_product(m, n, k))
+        return Sizes(part, {"M": m, "N": n, "K": k, "out_dtype": BF16}, FP8, **product_cost(m, n, k))
     if kind < 22 and m >= TRAINING_ROWS:
-        return Sizes(f"{part}_dgrad", {"M": m, "N": k, "K": n, "layout": "nn"}, dtype, **_product(m, n, k))
+        return Sizes(f"{part}_dgrad", {"M": m, "N": k, "K": n, "layout": "nn"}, dtype, **product_cost(m, n, k))
     if kind < 36 and m >= TRAINING_ROWS:
         params: dict[str, Any] = {"M": n, "N": k, "K": m, "layout": "tn"}
         adds = draw.chance(0.5)
         if adds:
             params |= {"c": True, "out_dtype": FP32}
-        return Sizes(f"{part}_wgrad", params, dtype, into="c" if adds else None, **_product(m, n, k))
+        return Sizes(f"{part}_wgrad", params, dtype, into="c" if adds else None, **product_cost(m, n, k))
     options: dict[str, Any] = {}
     if part in ("qkv", "up", "down") and model.qkv_bias:
         options["bias"] = True
@@ -46,7 +50,7 @@ def matmul(draw: Draw, model: Model) -> Sizes:
         options["activation"] = "swiglu"
     if part == "lm_head" and dtype != FP32 and draw.chance(0.3):
         options["out_dtype"] = FP32
-    return Sizes(part, {"M": m, "N": n, "K": k, **options}, dtype, **_product(m, n, k))
+    return Sizes(part, {"M": m, "N": n, "K": k, **options}, dtype, **product_cost(m, n, k))
 
 
 def bmm(draw: Draw, model: Model) -> Sizes:
@@ -63,7 +67,7 @@ def bmm(draw: Draw, model: Model) -> Sizes:
         kinds += [(part, min(groups, 16), m, n, k, "nt")] * 2
     part, batch, rows, n, k, layout = draw.pick(kinds)
     params = {"B": batch, "M": rows, "N": n, "K": k, "layout": layout}
-    return Sizes(part, params, floating(draw), **_product(rows, n, k, batch))
+    return Sizes(part, params, floating(draw), **product_cost(rows, n, k, batch))
 
 
 def splitk_reduce(draw: Draw, model: Model) -> Sizes:
@@ -80,12 +84,12 @@ def scaled_matmul(draw: Draw, model: Model) -> Sizes:
     sizes: dict[str, Any] = {"M": m, "N": n, "K": k, "binary": True}
     if kind < 15 and m >= TRAINING_ROWS:
         sizes |= {"M": n, "N": k, "K": m, "scaling": "token_token", "out_dtype": FP32}
-        return Sizes(f"{part}_wgrad", sizes, FP8, **_product(m, n, k))
+        return Sizes(f"{part}_wgrad", sizes, FP8, **product_cost(m, n, k))
     if kind < 30:
         sizes["scaling"] = draw.pick(("row", "tensor"))
     if part == "gate_up" and draw.chance(0.3):
         sizes["activation"] = "swiglu"
-    return Sizes(part, sizes, FP8, **_product(m, n, k))
+    return Sizes(part, sizes, FP8, **product_cost(m, n, k))
 
 
 def scaled_matmul_fp8(draw: Draw, model: Model) -> Sizes:
@@ -95,49 +99,7 @@ def scaled_matmul_fp8(draw: Draw, model: Model) -> Sizes:
     sizes: dict[str, Any] = {"M": m, "N": n, "K": k, "binary": True}
     if part == "gate_up":
         sizes["activation"] = "swiglu"
-    return Sizes(part, sizes, FP8, **_product(m, n, k))
-
-
-def weight_only_matmul(draw: Draw, model: Model) -> Sizes:
-    """Few rows in four of five: what such weights are for."""
-    part, n, k = layer(draw, model)
-    m = decoded(draw) if draw.chance(0.8) else tokens(draw)
-    return Sizes(part, {"M": m, "N": n, "K": k, "bits": draw.pick((8, 4))}, half(draw), **_product(m, n, k))
-
-
-def quantize_weight(draw: Draw, model: Model) -> Sizes:
-    """A layer's weight, to 8 or 4 bits."""
-    part, n, k = layer(draw, model)
-    options = draw.pick(({}, {"bits": 4}))
-    return Sizes(part, {"N": n, "K": k, **options}, floating(draw), elements=4 * n * k)
-
-
-def dequantize_weight(draw: Draw, model: Model) -> Sizes:
-    """A layer's weight, from 8 or 4 bits."""
-    part, n, k = layer(draw, model)
-    return Sizes(part, {"N": n, "K": k}, draw.pick((torch.int8, torch.uint8)), elements=2 * n * k)
-
-
-def block_matmul(draw: Draw, model: Model) -> Sizes:
-    """Few rows in four of five, by weights with scales of short blocks."""
-    part, n, k = layer(draw, model)
-    m = decoded(draw) if draw.chance(0.8) else tokens(draw)
-    sizes = {"M": m, "N": n, "K": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
-    return Sizes(part, sizes, torch.bfloat16, **_product(m, n, k))
-
-
-def cast_to_blocks(draw: Draw, model: Model) -> Sizes:
-    """A layer's weight, to 4 or 8 bits."""
-    part, n, k = layer(draw, model)
-    sizes = {"M": n, "N": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
-    return Sizes(part, sizes, floating(draw), elements=4 * n * k)
-
-
-def dequantize_blocks(draw: Draw, model: Model) -> Sizes:
-    """A layer's weight, from 4 or 8 bits."""
-    part, n, k = layer(draw, model)
-    sizes = {"M": n, "N": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
-    return Sizes(part, sizes, torch.uint8, elements=4 * n * k)
+    return Sizes(part, sizes, FP8, **product_cost(m, n, k))
 
 
 def _expert_rows(draw: Draw, model: Model) -> int:
@@ -286,7 +248,7 @@ def linear_cross_entropy(draw: Draw, model: Model) -> Sizes | None:
     """The last layer and its loss."""
     m = min(tokens(draw), 8192)
     sizes = {"M": m, "N": model.vocab, "K": model.hidden}
-    return Sizes("lm_head", sizes, half(draw), trained=m >= TRAINING_ROWS, **_product(m, model.vocab, model.hidden))
+    return Sizes("lm_head", sizes, half(draw), trained=m >= TRAINING_ROWS, **product_cost(m, model.vocab, model.hidden))
 
 
 def apply_rope(draw: Draw, model: Model) -> Sizes:

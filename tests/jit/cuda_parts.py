@@ -1,6 +1,5 @@
 """CUDA C++ that several test files compile."""
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.gpu.jit_kernels import Product, Scale, Side, product_mn, scale, share_tile
+from tests.jit.cuda_parts_weights import WEIGHTS, launched
 
 import tilewright
 from tilewright.jit.collect import collect
@@ -47,10 +47,6 @@ from tilewright.ops.sampling.kernels.sm90 import resident
 from tilewright.ops.sampling.kernels.sm90 import sample as sample_cuda
 from tilewright.ops.sampling.kernels.sm90 import top_k as top_k_cuda
 from tilewright.ops.sampling.kernels.sm90 import top_k_short as top_k_short_cuda
-from tilewright.ops.weight_only import packing
-from tilewright.ops.weight_only.kernels.sm90 import block_weights, weight_only_model
-from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
-from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 PROBE = 'extern "C" __global__ void probe(int* p) { *p = 1; }\n'
 PROBLEM = dense_choice.Problem(1, 1, 1)
@@ -82,14 +78,6 @@ def few_rows(tokens: int, stages: int, split: int, activation: str = "", along_n
     out = types.get("out", element)
     code = ACTIVATIONS.index(activation)
     return few_rows_kernel.Params(tokens, stages, split, 1, along_n, code, element, out, out, out)
-
-
-def launched(call: Callable[[], None]) -> Any:
-    """Parameters of the one kernel that `call` would launch."""
-    with collect("sm_90") as collector:
-        call()
-    (job,) = collector.jobs
-    return job.key[2]  # type: ignore[index]
 
 
 def quantised(scaling: Scaling, groups: int = 1, rows: int = 64) -> tuple[Any, ...]:
@@ -161,25 +149,6 @@ def ragged_experts(room: int, along_n: bool = False, gated: bool = False) -> Any
     d, ends = torch.empty(1, 1024, 256 if gated else 512, dtype=a.dtype), torch.empty(4, dtype=torch.int32)
     args = GroupedArgs(a, b, None, None, None, ends, 256, "swiglu" if gated else "", a.dtype)
     return launched(lambda: expert_rows.gemm_rows(d, args, room))
-
-
-def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> Any:
-    """Parameters of the weight-only product.  shape: tokens, tiles, warps, split, blocks a multiprocessor."""
-    q = torch.empty(512, 2048 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
-    x, d = (
-        torch.empty(8, 2048, dtype=torch.bfloat16),
-        torch.empty(8, columns_out(512, activation), dtype=torch.bfloat16),
-    )
-    scales = packing.layout(torch.bfloat16).empty(512, 2048, "cpu")
-    config = weight_only_model.deepest(bits, *shape)
-    args = WeightOnlyMatmulArgs(x, q, scales, None, activation, torch.bfloat16)
-    return launched(lambda: weight_only.launch((d,), args, config))
-
-
-def block_weights_of(form: int, tokens: int) -> block_weights.Params:
-    """Parameters of the product by weights in registers.   form: of the weight."""
-    dtypes = (torch.bfloat16,) * 4
-    return block_weights.Params(form, tokens, *block_weights.CONFIGS[tokens // 8 - 1], *dtypes)
 
 
 def fmha(d: int, config: tuple[Any, ...], documents: bool = False, scale: float = 1.0, softcap: float = 0.0) -> Any:
@@ -347,12 +316,7 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (few_tokens.SUM, few_tokens.SumParams(torch.bfloat16, torch.float32), {}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
-    (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),
-    (weight_only.KERNEL, integer_weights(4, (64, 2, 4, 1, 1), "swiglu"), {"HMMA": 128, "UTMALDG": 6}),
-    (block_weights.KERNEL, block_weights_of(block_weights.INT4, 8), {"HMMA": 8}),
-    (block_weights.KERNEL, block_weights_of(block_weights.MXFP4, 16), {"HMMA": 64}),
-    (block_weights.KERNEL, block_weights_of(block_weights.NVFP4, 8), {"HMMA": 8}),
-    (block_weights.KERNEL, block_weights_of(block_weights.MXFP8, 8), {"HMMA": 8}),
+    *WEIGHTS,
     (per_tensor_cast.PREPARE, per_tensor_cast.PrepareParams(), {}),
     (per_tensor_cast.KERNEL, tensor_cast(torch.bfloat16, per_tensor_cast.CONFIGS[0]), {}),
     (per_tensor_cast.KERNEL, tensor_cast(torch.float32, per_tensor_cast.CONFIGS[1]), {}),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.models import patch
-from tilewright.models.experts import run_plainly
+from tilewright.models.moe.experts import run_plainly
 from tilewright.models.report import Row
 
 _FIRST = "ops.fused_moe, silu on the first half of gate_up_proj"

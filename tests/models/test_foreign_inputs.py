@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tilewright import patch
 from tilewright.errors import InputError
-from tilewright.models.experts import holds_experts
+from tilewright.models.moe.experts import holds_experts
 
 
 class Speech(nn.Module):

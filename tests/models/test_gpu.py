@@ -9,7 +9,7 @@ from tests.models.zoo import build, tokens
 
 from tilewright.dispatch import record
 from tilewright.models import patch
-from tilewright.models.experts import run_plainly
+from tilewright.models.moe.experts import run_plainly
 
 pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "max_position_embeddings": 512}

@@ -12,7 +12,7 @@ from tests.models.zoo import MODELS, build, tokens
 from torch import Tensor, nn
 
 from tilewright.models import patch
-from tilewright.models.experts import run_plainly
+from tilewright.models.moe.experts import run_plainly
 
 REPLACED = {
     "llama": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},

@@ -8,7 +8,7 @@ from tests.models.zoo import build, checkpoint, tokens
 from torch import Tensor, nn
 
 from tilewright.models import patch
-from tilewright.models.experts import run_plainly
+from tilewright.models.moe.experts import run_plainly
 
 
 def gradients(model: nn.Module, ids: Tensor) -> Tensor:

@@ -16,16 +16,14 @@ from torch import nn
 from tilewright.dispatch import contract
 from tilewright.models import (
     decoder_layers,
-    experts,
     fp8_linears,
     linears,
     mlps,
     norms,
     rotary,
     rotary_tables,
-    routers,
-    scored_blocks,
 )
+from tilewright.models.moe import experts, routers, scored_blocks
 from tilewright.models.report import Row
 from tilewright.models.stand_in import NotReplaceable, Proposal
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from tilewright.models.experts import run_plainly
+from tilewright.models.moe.experts import run_plainly
 
 
 def dominant_dtype(model: nn.Module) -> torch.dtype:

@@ -133,11 +133,11 @@ class WeightOnlyLinear(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        kept = {id(part) for part in self.parts()}
+        parts = {id(part) for part in self.parts()}
 
         def keep(t: Tensor) -> Tensor:
             moved: Tensor = fn(t)
-            if id(t) not in kept or (moved.dtype == t.dtype and moved.stride() == t.stride()):
+            if id(t) not in parts or (moved.dtype == t.dtype and moved.stride() == t.stride()):
                 return moved
             # The strides of scales are their layout, and a cast would lose what a format means
             same = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=moved.device)

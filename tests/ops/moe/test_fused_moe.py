@@ -106,9 +106,9 @@ def test_low_bits_are_refused_by_name():
 def test_a_patched_model_runs_it(monkeypatch):
     from tests.models.zoo import build, tokens
 
-    from tilewright.models import experts as finder
     from tilewright.models import patch
     from tilewright.models.cpu_sizes import every_size_on_ops
+    from tilewright.models.moe import experts as finder
 
     model = build("mixtral")
     calls = []

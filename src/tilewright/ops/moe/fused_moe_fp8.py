@@ -33,7 +33,8 @@ def fused_moe_fp8(
     topk_weights, topk_ids, expert_map: as in `fused_moe`.
     Returns (T, H) in x's dtype.   Products are summed in float32 and rounded to x's dtype, and so are gated rows before
     their cast.  Nothing is added atomically: a result repeats bit for bit.
-    out, backend: as in `fused_moe`.   There is no gradient.
+    out: where to write y.
+    backend: run on exactly this backend ("cuda", "torch") or raise BackendError.   There is no gradient.
     Raises InputError for other dtypes, for shapes that do not fit, and where a gradient is wanted.
     """
     args = FusedMoeFp8Args(x, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, expert_map)

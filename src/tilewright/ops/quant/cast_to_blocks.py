@@ -100,17 +100,19 @@ def check(args: CastToBlocksArgs) -> None:
     check_tensor_scale(OP, tensor_scale, name, x)
 
 
-def check_tensor_scale(op: str, tensor_scale: Tensor | None, name: str, beside: Tensor) -> None:
-    """Raise InputError unless nvfp4 alone has a scale of the tensor, one float32 on the device of `beside`."""
+def check_tensor_scale(op: str, tensor_scale: Tensor | None, name: str, tensor: Tensor) -> None:
+    """Raise InputError unless nvfp4 alone has a scale of the tensor, one float32 on the device of `tensor`."""
     if name != "nvfp4":
         if tensor_scale is not None:
             raise InputError(f"{op}: tensor_scale is given, and {name} has none.")
         return
     if not isinstance(tensor_scale, Tensor) or tensor_scale.dtype != torch.float32 or tensor_scale.numel() != 1:
-        told = f"{tuple(tensor_scale.shape)} {tensor_scale.dtype}" if isinstance(tensor_scale, Tensor) else "missing"
-        raise InputError(f"{op}: tensor_scale is {told}; nvfp4 needs one float32, (1,).")
-    if tensor_scale.device != beside.device:
-        raise InputError(f"{op}: tensor_scale is on {tensor_scale.device}, the rest on {beside.device}. Move it there.")
+        received = (
+            f"{tuple(tensor_scale.shape)} {tensor_scale.dtype}" if isinstance(tensor_scale, Tensor) else "missing"
+        )
+        raise InputError(f"{op}: tensor_scale is {received}; nvfp4 needs one float32, (1,).")
+    if tensor_scale.device != tensor.device:
+        raise InputError(f"{op}: tensor_scale is on {tensor_scale.device}, the rest on {tensor.device}. Move it there.")
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:

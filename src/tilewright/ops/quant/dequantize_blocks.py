@@ -70,8 +70,8 @@ def reference(
     q: Tensor, scales: Tensor, tensor_scale: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """The same in plain torch."""
-    wide = torch.float64 in (q.dtype, scales.dtype)
-    return microscale.restore(*stored(q, scales), tensor_scale).to(torch.float64 if wide else dtype)
+    double = torch.float64 in (q.dtype, scales.dtype)
+    return microscale.restore(*stored(q, scales), tensor_scale).to(torch.float64 if double else dtype)
 
 
 def depth_of(q: Tensor) -> int:

@@ -85,8 +85,8 @@ def tensor_scale_of(x: Tensor) -> Tensor:
 def quantise(x: Tensor, fmt: Format, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (q, scales); of a float64 x e4m3 numbers are stored as float64."""
     if x.dtype == torch.float64:
-        made = quantise(x.to(torch.float32), fmt, tensor_scale)
-        q, scales = (t.to(torch.float64) if t.dtype == E4M3 else t for t in made)
+        parts = quantise(x.to(torch.float32), fmt, tensor_scale)
+        q, scales = (t.to(torch.float64) if t.dtype == E4M3 else t for t in parts)
         return q, scales
     blocks = x.to(torch.float32).resolve_neg().unflatten(-1, (x.shape[-1] // fmt.block, fmt.block))
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
@@ -100,10 +100,10 @@ def quantise(x: Tensor, fmt: Format, tensor_scale: Tensor | None) -> tuple[Tenso
         assert tensor_scale is not None
         t = tensor_scale.to(torch.float32)
         reciprocal = (1.0 / t.to(torch.float64)).to(torch.float32)
-        wanted = amax.view(torch.float32) * (reciprocal * INVERSE_6)
-        stored = torch.where(finite & ~wanted.isnan(), wanted.clamp(max=448.0), torch.nan).to(E4M3)
-        scales, whole = stored, stored.to(torch.float32) * t
-        inverse = torch.where(whole == 0, 0.0, (1.0 / whole.to(torch.float64)).to(torch.float32))
+        target = amax.view(torch.float32) * (reciprocal * INVERSE_6)
+        stored = torch.where(finite & ~target.isnan(), target.clamp(max=448.0), torch.nan).to(E4M3)
+        scales, product = stored, stored.to(torch.float32) * t
+        inverse = torch.where(product == 0, 0.0, (1.0 / product.to(torch.float64)).to(torch.float32))
     scaled = torch.where(finite[..., None], blocks * torch.where(finite, inverse, 0.0)[..., None], 0.0)
     scaled = torch.where(scaled.isnan(), 0.0, scaled)  # the scale of the tensor is no number
     if fmt.bits == 8:

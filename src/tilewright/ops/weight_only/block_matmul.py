@@ -64,8 +64,8 @@ def block_matmul(
     Raises InputError for shapes that do not fit and every option outside of the above.
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
-        told = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise InputError(f"{OP}: x is {told}; needs a tensor (..., M, K).")
+        received = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise InputError(f"{OP}: x is {received}; needs a tensor (..., M, K).")
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     q, scales = stored(q, scales)
@@ -91,13 +91,13 @@ def reference(
 
 def product(args: BlockMatmulArgs) -> Tensor:
     """Returns x @ w.T + bias of rows x (M, K), with weight and accumulation in float32."""
-    wide = torch.float64 if args.x.dtype == torch.float64 else torch.float32
-    y = args.x.to(wide) @ microscale.restore(args.q, args.scales, None).to(wide).T
+    sum_dtype = torch.float64 if args.x.dtype == torch.float64 else torch.float32
+    y = args.x.to(sum_dtype) @ microscale.restore(args.q, args.scales, None).to(sum_dtype).T
     if args.tensor_scale is not None:
-        y = y * args.tensor_scale.to(wide)
+        y = y * args.tensor_scale.to(sum_dtype)
     if args.bias is not None:
-        y = y + args.bias.to(wide)
-    return y.to(torch.float64 if wide == torch.float64 else args.out_dtype)
+        y = y + args.bias.to(sum_dtype)
+    return y.to(torch.float64 if sum_dtype == torch.float64 else args.out_dtype)
 
 
 def _bucket(args: BlockMatmulArgs) -> BlockMatmulBucket:

@@ -73,8 +73,8 @@ def experts_backward(args: FusedMoeBackwardArgs) -> tuple[Tensor, ...]:
 def _dweights(args: FusedMoeBackwardArgs) -> Tensor:
     plain = FusedMoeArgs(args.x, args.w1, args.w2, args.topk_weights, args.topk_ids, args.expert_map, args.activation)
     order = _order(plain)
-    wide = accumulate_dtype(args.x.dtype)
+    sum_dtype = accumulate_dtype(args.x.dtype)
     dhidden = _product(args.dy[order.tokens], args.w2.mT, order)
-    sums = (_hidden(plain, order).to(wide) * dhidden.to(wide)).sum(-1)
+    sums = (_hidden(plain, order).to(sum_dtype) * dhidden.to(sum_dtype)).sum(-1)
     chosen = torch.where(order.positions >= 0, sums[order.positions.to(torch.int64).clamp(min=0)], 0)
     return chosen.to(args.topk_weights.dtype)

@@ -44,14 +44,15 @@ def gated(both: Tensor, activation: str, interleaved: bool, alpha: float, limit:
 def experts_backward(args: FusedMoeBiasBackwardArgs) -> tuple[Tensor, ...]:
     """Gradients of `DIFFERENTIATED`; empty for those of x and weights that are not needed, and of an absent bias."""
     forward = args.forward
-    wanted = [name for name in DIFFERENTIATED if getattr(forward, name) is not None]
+    names = [name for name in DIFFERENTIATED if getattr(forward, name) is not None]
 
     def run(*tensors: Tensor) -> Tensor:
-        return experts(forward._replace(**dict(zip(wanted, tensors, strict=True))))  # type: ignore[arg-type]
+        return experts(forward._replace(**dict(zip(names, tensors, strict=True))))  # type: ignore[arg-type]
 
-    found = dict(zip(wanted, vjp(run, tuple(getattr(forward, n) for n in wanted), (args.dy,)), strict=True))
+    gradients = dict(zip(names, vjp(run, tuple(getattr(forward, n) for n in names), (args.dy,)), strict=True))
     return tuple(
-        found[name] if getattr(args, f"need_d{name}", name in found) else args.x.new_empty(0) for name in DIFFERENTIATED
+        gradients[name] if getattr(args, f"need_d{name}", name in gradients) else args.x.new_empty(0)
+        for name in DIFFERENTIATED
     )
 
 

@@ -30,7 +30,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """That of `fused_moe`, and the biases."""
+    """Cost of `fused_moe`, and of the biases."""
     plain = samples.cost(sample, direction)
     biases = [b for b in (sample.kwargs.get("w1_bias"), sample.kwargs.get("w2_bias")) if b is not None]
     return Cost(plain.flops, plain.bytes_read + rows.nbytes(*biases), plain.bytes_written)

@@ -44,9 +44,9 @@ def check(args: FusedMoeFp8Args) -> None:
         ("w1_scale", w1_scale, (2 * inner, width)),
         ("w2_scale", w2_scale, (width, inner)),
     ):
-        wanted = (experts, *BLOCK.shape(rows, depth))
-        if tuple(scale.shape) != wanted:
-            raise InputError(f"{OP}: {name} is {tuple(scale.shape)}; needs {wanted}, one for 128 x 128 of a weight.")
+        shape = (experts, *BLOCK.shape(rows, depth))
+        if tuple(scale.shape) != shape:
+            raise InputError(f"{OP}: {name} is {tuple(scale.shape)}; needs {shape}, one for 128 x 128 of a weight.")
     assignment.check_experts(OP, ids, expert_map, experts)
     if ids.device != x.device:
         raise InputError(f"{OP}: topk_ids is on {ids.device}, x on {x.device}. Move them to one device.")

@@ -11,15 +11,15 @@ from tilewright.ops.peer import Call
 
 def _grouped(sample: Sample) -> Call | None:
     x, w1, w2, weights, ids = sample.args
-    given = sample.kwargs
-    biases = given.get("w1_bias"), given.get("w2_bias")
-    if given.get("expert_map") is not None or bool((ids < 0).any()) or x.dtype != torch.bfloat16 or None in biases:
+    options = sample.kwargs
+    biases = options.get("w1_bias"), options.get("w2_bias")
+    if options.get("expert_map") is not None or bool((ids < 0).any()) or x.dtype != torch.bfloat16 or None in biases:
         return None
     b1, b2 = biases
     assert b1 is not None and b2 is not None  # noqa: PT018 - for mypy
     k, experts = ids.shape[1], w1.shape[0]
-    form = given.get("activation", "swigluoai"), given.get("interleaved", False)
-    numbers = given.get("alpha", 1.702), given.get("limit", 7.0)
+    form = options.get("activation", "swigluoai"), options.get("interleaved", False)
+    numbers = options.get("alpha", 1.702), options.get("limit", 7.0)
 
     def call() -> Tensor:
         by_expert, order = ids.flatten().sort()

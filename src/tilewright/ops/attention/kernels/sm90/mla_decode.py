@@ -135,7 +135,7 @@ def shared_bytes(values: Params) -> int:
 def params(args: MlaDecodeArgs, config: Config) -> Params:
     """What the kernel is compiled for."""
     gathers = gathered(args)
-    whole = args.block_table is None or gathers
+    full_box = args.block_table is None or gathers
     return Params(
         kQuads=config.quads,
         kRopes=_GATHER_ROPES if gathers else config.ropes,
@@ -144,7 +144,7 @@ def params(args: MlaDecodeArgs, config: Config) -> Params:
         kLateLeft=config.late_left,
         kLateRight=config.late_right,
         kAhead=_GATHER_AHEAD if gathers else 0,
-        kBoxRows=_ROWS if whole else gcd(args.kv_cache.shape[1], _ROWS),
+        kBoxRows=_ROWS if full_box else gcd(args.kv_cache.shape[1], _ROWS),
         kPacked=args.is_packed,
         kSparse=args.indices is not None,
         Element=args.q.dtype,

@@ -46,7 +46,7 @@ __device__ inline float cast_eight(const float (&f)[8], u32 (&q)[2]) {
 template <typename Config>
 __global__ void __launch_bounds__(kFewThreads) few_rows_in_order(
     u8* rows, float* scales, int* slots, int* positions, int* starts, int* ends, const typename Config::Element* x,
-    const typename Config::Id* ids, const int* expert_map, int total, int experts, int known, int top_k, int columns, i64 x_pitch,
+    const typename Config::Id* ids, const int* expert_map, int total, int experts, int map_length, int top_k, int columns, i64 x_pitch,
     int pitch) {
     using Element = typename Config::Element;
     static_assert(Config::kSlots <= 64, "a warp counts with two ballots");
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_in_order(
     if (inside) values = *reinterpret_cast<const Eight*>(x + token * x_pitch + column);
     if (threadIdx.x < Config::kSlots) {
         i64 expert = threadIdx.x < u32(total) ? i64(ids[threadIdx.x]) : -1;
-        if (expert_map != nullptr && expert >= 0) expert = expert < known ? expert_map[expert] : -1;
+        if (expert_map != nullptr && expert >= 0) expert = expert < map_length ? expert_map[expert] : -1;
         expert_of[threadIdx.x] = expert >= 0 && expert < experts ? int(expert) : experts;
     }
     __syncthreads();

@@ -44,7 +44,7 @@ class OrderArgs(NamedTuple):
     expert_map: Pointer
     total: I32
     experts: I32
-    known: I32
+    map_length: I32
     top_k: I32
     columns: I32
     x_pitch: I64
@@ -115,7 +115,7 @@ def order_and_rows(args: FusedMoeArgs, expected_rows: int, *, cast: bool) -> tup
             expert_map=expert_map,
             total=tokens * k,
             experts=experts,
-            known=experts if expert_map is None else expert_map.shape[0],
+            map_length=experts if expert_map is None else expert_map.shape[0],
             top_k=k,
             columns=columns,
             x_pitch=x.stride(0),

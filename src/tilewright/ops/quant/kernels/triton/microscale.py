@@ -61,12 +61,12 @@ def cast_kernel(
         inverse = power(254 - tl.minimum(exponent, 254))
     else:
         t = tl.load(tensor_scale)
-        wanted = amax.to(tl.float32, bitcast=True) * (tl.div_rn(1.0, t) * INVERSE_6)
-        wanted = tl.where(finite & (wanted == wanted), tl.where(wanted > 448.0, 448.0, wanted), float("nan"))
-        stored = encode(wanted, scales)
+        target = amax.to(tl.float32, bitcast=True) * (tl.div_rn(1.0, t) * INVERSE_6)
+        target = tl.where(finite & (target == target), tl.where(target > 448.0, 448.0, target), float("nan"))
+        stored = encode(target, scales)
         tl.store(scales + offs_b, stored, mask=mask_b)
-        whole = decode(stored) * t
-        inverse = tl.where(whole == 0.0, 0.0, tl.div_rn(1.0, tl.where(whole == 0.0, 1.0, whole)))
+        scale = decode(stored) * t
+        inverse = tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)))
 
     # Round the elements
     inverse = tl.where(finite, inverse, 0.0)

@@ -82,7 +82,7 @@ CONFIGS = (
     Config(1, 4, 4, 4),
     Config(2, 4, 2, 2),
 )
-"""Of at most 8 rows the first won, of 16 the second: H200, 2026-11, 4096x4096."""
+"""The first won at up to 8 rows, the second at 16: H200, 2026-11, 4096x4096."""
 
 
 def why_not(x: Tensor, q: Tensor) -> str | None:

@@ -49,14 +49,20 @@ class RouterRecipe:
     n_group: int
     topk_group: int
     scale: float
-    wide: bool  # logits in float32
+    upcast: bool  # logits in float32
     cast: bool  # weights in the dtype of the logits
     argument: str
     backend: str | None
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, x) -> logits (T, E), weights (T, k), ids (T, k)."""
-        names, wide, cast, backend, choose = (self.weight, self.bias), self.wide, self.cast, self.backend, self.choose
+        names, upcast, cast, backend, choose = (
+            (self.weight, self.bias),
+            self.upcast,
+            self.cast,
+            self.backend,
+            self.choose,
+        )
         correction = self.correction
 
         def router(self: nn.Module, x: Tensor) -> Any:
@@ -64,7 +70,7 @@ class RouterRecipe:
                 return cls.forward(self, x)
             weight, bias = getattr(self, names[0]), None if names[1] is None else getattr(self, names[1])
             x = x.reshape(-1, weight.shape[1])
-            logits = F.linear(x.to(torch.float32), weight.to(torch.float32)) if wide else F.linear(x, weight, bias)
+            logits = F.linear(x.to(torch.float32), weight.to(torch.float32)) if upcast else F.linear(x, weight, bias)
             weights, ids = choose(logits, None if correction is None else getattr(self, correction), backend)
             return logits, weights.to(logits.dtype) if cast else weights, ids
 
@@ -96,14 +102,14 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if names is None or argument is None:
         return None
     samples = [_sample(module, *names, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    wide, narrow = samples
-    if wide is None or narrow is None:
+    full, narrow = samples
+    if full is None or narrow is None:
         return None
     if reason := obstacle(module):
         raise NotReplaceable("routers", reason)
     best: tuple[RouterRecipe, Match] | None = None
-    for candidate in _candidates(module, *names, wide, narrow, argument):
-        verdict = weakest([_same(candidate, wide), _same(candidate, narrow)])
+    for candidate in _candidates(module, *names, full, narrow, argument):
+        verdict = weakest([_same(candidate, full), _same(candidate, narrow)])
         if verdict and (best is None or verdict == "bitwise"):
             best = candidate, verdict
         if verdict == "bitwise":
@@ -122,7 +128,7 @@ class _Sample:
     weights: Tensor
     ids: Tensor
     correction: Tensor | None
-    given: torch.dtype
+    dtype: torch.dtype
 
 
 def _names(module: nn.Module) -> tuple[str, str | None, str | None] | None:
@@ -157,12 +163,12 @@ def _sample(
             clone._buffers[correction] = 0.2 * torch.randn(experts)
         x = (2 * torch.randn(_TOKENS, width)).to(dtype)
         try:
-            made = call("routers", type(module).forward, clone, x)
+            result = call("routers", type(module).forward, clone, x)
         except NotReplaceable:  # whatever it is, it is no router
             return None
-    if not (isinstance(made, tuple) and len(made) == 3 and all(isinstance(t, Tensor) for t in made)):
+    if not (isinstance(result, tuple) and len(result) == 3 and all(isinstance(t, Tensor) for t in result)):
         return None
-    logits, weights, ids = made
+    logits, weights, ids = result
     if tuple(logits.shape) != (_TOKENS, experts) or weights.shape != ids.shape or ids.dim() != 2:
         return None
     if ids.dtype != torch.int64 or not torch.equal(logits, _logits(clone, weight, bias, x, logits.dtype)):
@@ -180,15 +186,15 @@ def _logits(module: nn.Module, weight: str, bias: str | None, x: Tensor, dtype: 
 
 
 def _candidates(
-    module: nn.Module, weight: str, bias: str | None, correction: str | None, wide: _Sample, narrow: _Sample,
+    module: nn.Module, weight: str, bias: str | None, correction: str | None, full: _Sample, narrow: _Sample,
     argument: str,
 ) -> Iterator[RouterRecipe]:  # fmt: skip
     """Every form of the ops with the numbers that the module holds."""
     numbers = [v for v in vars(module).values() if isinstance(v, (int, float)) and not isinstance(v, bool)]
-    whole = dict.fromkeys(v for v in numbers if isinstance(v, int))
-    experts, k = wide.logits.shape[1], wide.ids.shape[1]
+    integers = dict.fromkeys(v for v in numbers if isinstance(v, int))
+    experts, k = full.logits.shape[1], full.ids.shape[1]
     scales = dict.fromkeys((1.0, *(float(v) for v in numbers if v > 0)))
-    groups = [(1, 1), *((g, t) for g, t in itertools.product(whole, whole) if _are_groups(experts, k, g, t))]
+    groups = [(1, 1), *((g, t) for g, t in itertools.product(integers, integers) if _are_groups(experts, k, g, t))]
     is_wide = narrow.logits.dtype == torch.float32
     if is_wide and bias is not None:
         return
@@ -220,10 +226,10 @@ def _same(recipe: RouterRecipe, sample: _Sample) -> Match | None:
     if not torch.equal(ours.values, theirs.values):
         return None
     weights = weights.to(sample.logits.dtype) if recipe.cast else weights
-    got, wanted = weights.gather(1, ours.indices), sample.weights.gather(1, theirs.indices)
-    if got.dtype != wanted.dtype:
+    got, expected = weights.gather(1, ours.indices), sample.weights.gather(1, theirs.indices)
+    if got.dtype != expected.dtype:
         return None
-    if torch.equal(got, wanted):
+    if torch.equal(got, expected):
         return "bitwise"
-    close = (got - wanted).abs() <= _ROUNDINGS * torch.finfo(got.dtype).eps * wanted.abs()
+    close = (got - expected).abs() <= _ROUNDINGS * torch.finfo(got.dtype).eps * expected.abs()
     return "to rounding" if bool(close.all()) else None

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.models import experts
 from tilewright.models.cpu_sizes import stays_with_torch
+from tilewright.models.moe import experts
 from tilewright.models.specialise import rename_argument
 from tilewright.models.stand_in import (
     Match,

@@ -1,0 +1,49 @@
+"""How the problems of weights of few bits are drawn: integers with scales of groups, and scales of short blocks."""
+
+from __future__ import annotations
+
+import torch
+from any_size_draw import Draw, Model, Sizes
+from any_size_parts import decoded, floating, half, layer, product_cost, tokens
+
+
+def weight_only_matmul(draw: Draw, model: Model) -> Sizes:
+    """Few rows in four of five: what such weights are for."""
+    part, n, k = layer(draw, model)
+    m = decoded(draw) if draw.chance(0.8) else tokens(draw)
+    return Sizes(part, {"M": m, "N": n, "K": k, "bits": draw.pick((8, 4))}, half(draw), **product_cost(m, n, k))
+
+
+def quantize_weight(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight, to 8 or 4 bits."""
+    part, n, k = layer(draw, model)
+    options = draw.pick(({}, {"bits": 4}))
+    return Sizes(part, {"N": n, "K": k, **options}, floating(draw), elements=4 * n * k)
+
+
+def dequantize_weight(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight, from 8 or 4 bits."""
+    part, n, k = layer(draw, model)
+    return Sizes(part, {"N": n, "K": k}, draw.pick((torch.int8, torch.uint8)), elements=2 * n * k)
+
+
+def block_matmul(draw: Draw, model: Model) -> Sizes:
+    """Few rows in four of five, by weights with scales of short blocks."""
+    part, n, k = layer(draw, model)
+    m = decoded(draw) if draw.chance(0.8) else tokens(draw)
+    sizes = {"M": m, "N": n, "K": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
+    return Sizes(part, sizes, torch.bfloat16, **product_cost(m, n, k))
+
+
+def cast_to_blocks(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight, to 4 or 8 bits."""
+    part, n, k = layer(draw, model)
+    sizes = {"M": n, "N": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
+    return Sizes(part, sizes, floating(draw), elements=4 * n * k)
+
+
+def dequantize_blocks(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight, from 4 or 8 bits."""
+    part, n, k = layer(draw, model)
+    sizes = {"M": n, "N": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
+    return Sizes(part, sizes, torch.uint8, elements=4 * n * k)

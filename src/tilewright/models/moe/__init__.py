@@ -1,0 +1,1 @@
+"""Replacements for mixtures of experts: the experts, their router, whole blocks."""
