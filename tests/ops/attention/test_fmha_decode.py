@@ -279,7 +279,7 @@ SPILLING = {"32x32/8x512x128", "32x32/8x4096x128"}
 @pytest.mark.compile
 @pytest.mark.parametrize("row", [*WORKLOADS, *NARROW], ids=lambda row: row.name)
 def test_kernels_are_without_fault(row):
-    """No spill but those known, and no register that nothing wrote, which ptxas leaves in WGMMA of more keys than columns."""
+    """No spill but those known; no register that nothing wrote, as ptxas leaves in WGMMA of more keys than columns."""
     from tests.harness.cases import raw_call
     from tests.harness.fake_driver import target
     from tests.harness.resources import resources
