@@ -265,4 +265,6 @@ def test_there_is_something_to_compile():
     """An empty parametrisation would pass silently."""
     assert "rms_norm" in IMPLEMENTATIONS
     assert "rms_norm_bwd" in IMPLEMENTATIONS
-    assert {contract.name for contract, _, _ in IMPLEMENTATIONS.values()} == set(contracts())
+    in_triton = {name for name, c in contracts().items() if any(k.startswith("triton.") for k in c.forward.kernels)}
+    assert {contract.name for contract, _, _ in IMPLEMENTATIONS.values()} == in_triton
+    assert set(contracts()) - in_triton == {"fused_moe_fp8", "linear_cross_entropy"}  # for Hopper alone; of other ops
