@@ -75,5 +75,6 @@ def with_shared(routed: Tensor, x: Tensor, shared: SharedExperts, activation: st
 def shared_reference(x: Tensor, shared: SharedExperts, activation: str) -> Tensor:
     """The output of the shared experts in plain torch."""
     w1, w2, gate = shared
-    y = gated(*(x @ w1.T).chunk(2, dim=-1), activation) @ w2.T
+    gate_rows, up_rows = w1.chunk(2)
+    y = gated(x @ gate_rows.T, x @ up_rows.T, activation) @ w2.T
     return y if gate is None else torch.sigmoid(x @ gate.T) * y
