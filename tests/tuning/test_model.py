@@ -100,8 +100,8 @@ def test_a_recorded_call_of_every_op_has_the_same_bucket_and_can_be_made_again()
 
     for subject in contracts().values():
         workload = subject.edge_cases[0] if subject.edge_cases else None
-        if workload is None or subject.name.startswith("test_"):
-            continue
+        if workload is None or subject.name.startswith("test_") or subject.forward.compose is not None:
+            continue  # of a composed op the parts are tuned
         sample = subject.inputs(workload.params, workload.dtypes[0], torch.device("cpu"), 0)
         with torch.no_grad(), record() as notes:
             subject.function(*sample.args, **sample.kwargs)

@@ -30,8 +30,8 @@ def has_bias_form(
     """Whether such experts are those of `fused_moe_bias`.  Raises InputError for what is no flag or number."""
     as_float("fused_moe", "alpha", alpha)
     as_float("fused_moe", "limit", limit)
-    pairs = as_bool("fused_moe", "interleaved", interleaved)
-    return activation == "swigluoai" or pairs or w1_bias is not None or w2_bias is not None
+    beside = as_bool("fused_moe", "interleaved", interleaved)
+    return activation == "swigluoai" or beside or w1_bias is not None or w2_bias is not None
 
 
 def check_shared(x: Tensor, shared: object, activation: str) -> None:
@@ -75,6 +75,6 @@ def with_shared(routed: Tensor, x: Tensor, shared: SharedExperts, activation: st
 def shared_reference(x: Tensor, shared: SharedExperts, activation: str) -> Tensor:
     """The output of the shared experts in plain torch."""
     w1, w2, gate = shared
-    gates, ups = (x @ w1.T).chunk(2, dim=-1)
-    y = gated(gates, ups, activation) @ w2.T
+    gate_rows, up_rows = w1.chunk(2)
+    y = gated(x @ gate_rows.T, x @ up_rows.T, activation) @ w2.T
     return y if gate is None else torch.sigmoid(x @ gate.T) * y
