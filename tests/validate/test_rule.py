@@ -241,3 +241,10 @@ def test_a_fault_says_by_how_much():
     (fault,) = [f for f in wanted.judge(silu(a) * b * 1.5).faults if "of its norm" in f]
     measured = float(fault.split("error ")[1].split()[0])
     assert math.isclose(measured, 0.5, rel_tol=1e-3)
+
+
+def test_an_oracle_in_half_precision_has_norms_that_do_not_overflow():
+    exact = torch.full((8, 32), 96.0, dtype=torch.float16)  # the squares of a row are more than 65504
+    wanted = standard("y", exact, exact, [exact.float()] * JITTERS, 2.0)
+    assert wanted.judge(exact).faults == ()
+    assert wanted.judge(torch.where(torch.arange(8)[:, None] == 7, exact * 1.1, exact)).faults

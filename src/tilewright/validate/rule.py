@@ -179,13 +179,14 @@ def standard(
 ) -> Standard:
     """The standard for one tensor.
 
-    exact     float64 result of the oracle
+    exact     result of the oracle; judged as float64, so that no norm of it overflows
     baseline  the reference in the dtype under test, on the same device
     jittered  the reference in float32 (or wider), its inputs or also the terms of its sums off by a rounding of it
     order     additional relative error of every part: from another order of addition, or from adders that truncate
     ulps      judge ULPs too
     """
     dtype, rounded = baseline.dtype, exact.to(baseline.dtype)
+    exact = exact.double() if exact.is_floating_point() else exact
     zero = torch.zeros((), dtype=torch.float64, device=exact.device)
     if exact.numel() == 0 or not dtype.is_floating_point:
         zeros = Errors(*[zero] * len(Errors._fields))

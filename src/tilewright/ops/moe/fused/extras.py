@@ -30,8 +30,8 @@ def has_bias_form(
     """Whether such experts are those of `fused_moe_bias`.  Raises InputError for what is no flag or number."""
     as_float("fused_moe", "alpha", alpha)
     as_float("fused_moe", "limit", limit)
-    beside = as_bool("fused_moe", "interleaved", interleaved)
-    return activation == "swigluoai" or beside or w1_bias is not None or w2_bias is not None
+    is_interleaved = as_bool("fused_moe", "interleaved", interleaved)
+    return activation == "swigluoai" or is_interleaved or w1_bias is not None or w2_bias is not None
 
 
 def check_shared(x: Tensor, shared: object, activation: str) -> None:
