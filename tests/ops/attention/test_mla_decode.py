@@ -311,7 +311,7 @@ def test_gradients_are_refused_by_name():
 def test_explain():
     sample = problem({"lengths": RAGGED, "S_q": 2})
     said = explain("mla_decode", *sample.args, **sample.kwargs)
-    assert said.bucket == "B=4,S_q=2,keys=128,H=4,D=48,D_v=32,page=16,cache=0,sparse=0,extras=0,aligned=1"
+    assert said.bucket == "B=4,S_q=2,keys=128,H=4,D=48,D_v=32,page=16,cache=0,sparse=0,extras=0,aligned=1,plain=1"
 
 
 # What the bench measures.

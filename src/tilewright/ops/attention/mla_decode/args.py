@@ -8,6 +8,7 @@ from torch import Tensor
 from tilewright.dispatch import Sample
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.dispatch.preference import current_numerics
+from tilewright.jit.tensor_map import plain_strides
 from tilewright.ops.attention.arguments import of_heads
 from tilewright.ops.attention.bucket import SINKS
 from tilewright.ops.attention.layout import addressable, readable
@@ -46,6 +47,29 @@ class MlaDecodeArgs(NamedTuple):
         """Are tokens stored in 656 bytes?"""
         return self.kv_cache.dtype == torch.uint8
 
+    @property
+    def has_merged_rows(self) -> bool:
+        """Have the query rows that share keys one stride?  Those of a sequence; beside indices, of a token, whose
+        tokens then follow one another.
+        """
+        tokens = self.q.shape[1]
+        outer, inner = (0, 1) if self.indices is not None else (1, 2)
+        return tokens == 1 or self.q.stride(outer) == self.q.shape[inner] * self.q.stride(inner)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Are tokens single rows for a kernel, and not pages of a matrix?"""
+        return self.is_packed or self.indices is not None
+
+    @property
+    def is_near(self) -> bool:
+        """Do single rows lie within 64 GiB, as far as their addresses reach?"""
+        if not self.is_gathered:
+            return True
+        cache = self.kv_cache
+        spanned = sum((n - 1) * stride for n, stride in zip(cache.shape, plain_strides(cache), strict=True))
+        return spanned * cache.itemsize < 1 << 36
+
 
 class MlaDecodeBucket(NamedTuple):
     """The tuning key."""
@@ -61,6 +85,7 @@ class MlaDecodeBucket(NamedTuple):
     sparse: int  # 1 with indices
     extras: int
     aligned: int  # 1 if vector loads can address every row
+    plain: int  # 1 for a positive scale, merged query rows and a near cache
 
 
 BATCH_FIELDS = ("B", "keys")
@@ -112,6 +137,7 @@ def bucket(args: MlaDecodeArgs) -> MlaDecodeBucket:
         sparse=int(args.indices is not None),
         extras=SINKS if args.sinks is not None else 0,
         aligned=int(addressable(q) and addressable(cache)),
+        plain=int(args.scale > 0 and args.has_merged_rows and args.is_near),
     )
 
 

@@ -134,7 +134,7 @@ def shared_bytes(values: Params) -> int:
 
 def params(args: MlaDecodeArgs, config: Config) -> Params:
     """What the kernel is compiled for."""
-    gathers = gathered(args)
+    gathers = args.is_gathered  # by a warpgroup, and not by the TMA
     full_box = args.block_table is None or gathers
     return Params(
         kQuads=config.quads,
@@ -149,11 +149,6 @@ def params(args: MlaDecodeArgs, config: Config) -> Params:
         kSparse=args.indices is not None,
         Element=args.q.dtype,
     )
-
-
-def gathered(args: MlaDecodeArgs) -> bool:
-    """Are keys fetched row by row, by a warpgroup and not by the TMA?"""
-    return args.is_packed or args.indices is not None
 
 
 def rows_of(args: MlaDecodeArgs) -> int:
@@ -177,17 +172,12 @@ def why_not(args: MlaDecodeArgs) -> str | None:
         return f"takes a positive scale, got {args.scale}"
     if not (addressable(q) and addressable(cache)):
         return "needs addresses and strides of q and kv_cache that are multiples of 16 bytes"
-    if gathered(args) and _bytes_spanned(cache) >> 36:
+    if not args.is_near:
         return "reaches 64 GiB of single rows"
-    if q.shape[1] > 1 and args.indices is not None and q.stride(0) != q.shape[1] * q.stride(1):
-        return "needs sequences of q that follow their tokens at one stride"
-    if q.shape[1] > 1 and args.indices is None and q.stride(1) != q.shape[2] * q.stride(2):
-        return "needs tokens of q that follow their heads at one stride"
+    if not args.has_merged_rows:
+        inner, outer = ("tokens", "sequences") if args.indices is not None else ("heads", "tokens")
+        return f"needs {outer} of q that follow their {inner} at one stride"
     return None
-
-
-def _bytes_spanned(t: Tensor) -> int:
-    return sum((n - 1) * stride for n, stride in zip(t.shape, plain_strides(t), strict=True)) * t.itemsize
 
 
 CONFIGS = (Config(), Config(late_right=0), Config(tail=0), Config(q_registers=5))
@@ -233,7 +223,7 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, config: Config) -> 
         (blocks,),
         Args(
             map_q,
-            map_q if gathered(args) else tensor_map(cache, box, swizzle=_SWIZZLE),
+            map_q if args.is_gathered else tensor_map(cache, box, swizzle=_SWIZZLE),
             cache,
             o,
             lse,
