@@ -69,7 +69,8 @@ def _promises(contract: Contract) -> Iterator[str]:
     yield f"- dtypes: {dtypes}"
     yield f"- error against float64 at most {contract.tolerance:g} times torch's in the same dtype, plus a small floor"
     if contract.gradient is not None:
-        yield f"- gradients likewise, {contract.gradient_tolerance:g} times"
+        others = "".join(f", that of {name} {times:g} times" for name, times in contract.other_gradients.items())
+        yield f"- gradients likewise, {contract.gradient_tolerance:g} times{others}"
     yield f"- the same call twice gives the same bits: {'yes' if contract.promises.deterministic else 'no'}"
     invariant = "yes" if contract.promises.batch_invariant else "no"
     yield f'- under `numerics("batch_invariant")` a row has the same bits alone and in any batch: {invariant}'

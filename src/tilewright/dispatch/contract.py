@@ -107,6 +107,8 @@ class Contract:
     workloads   what the bench measures on a GPU; `cpu_workloads` on a CPU; `edge_cases` are for `validate.check`.
     edge_grid   values of params that the grid of edge sizes (`validate.edge_grid`) cannot know: some, or a function of
                 the other params that returns them; None leaves a param out.
+    tolerance   times torch's error that an output may have; `gradient_tolerance` a gradient, but those of the inputs in
+                `other_gradients`, which have their own.
     batch_dim   dimension of `args[0]` along which rows are independent; None where there is none.
     in_place    names of raw arguments that `out` may be: an element is read before it is written, by one thread.
     """
@@ -130,7 +132,17 @@ class Contract:
     promises: Promises = Promises()
     tolerance: float = 2.0
     gradient_tolerance: float = 3.0
+    other_gradients: Mapping[str, float] = field(default_factory=dict)
     edge_grid: Mapping[str, Sequence[Any] | Callable[[Mapping[str, Any]], Sequence[Any]]] = field(default_factory=dict)
+
+    def tolerance_of(self, name: str) -> float:
+        """Times torch's error that the gradient of this input may have."""
+        return self.other_gradients.get(name, self.gradient_tolerance)
+
+    @property
+    def widest_gradient_tolerance(self) -> float:
+        """The largest of them: for gradients that are judged together."""
+        return max(self.gradient_tolerance, *self.other_gradients.values(), 0.0)
 
     @property
     def function(self) -> Callable[..., Any]:

@@ -132,7 +132,8 @@ class Subject:
         exact, torchs = self._reference(torch.float64), self._reference(None)
         noise = torch.Generator(self.device).manual_seed(self.problem.seed)
         noisy = [self._reference(jitter_dtype_of(Sample(self.args)), noise) for _ in range(_JITTERS)]
-        factor = self.contract.tolerance if self.problem.direction == "fwd" else self.contract.gradient_tolerance
+        contract = self.contract
+        factor = contract.tolerance if self.problem.direction == "fwd" else contract.widest_gradient_tolerance
         return [
             standard(
                 f"output {i}", exact[i].double(), torchs[i], [n[i] for n in noisy], factor, order=_ORDER, ulps=False

@@ -93,7 +93,7 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
             _dense(exact[1][i], sample.args[i]).to(torch.float64),
             _dense(native[1][i], sample.args[i]).to(sample.args[i].dtype),
             [_dense(n[1][i], sample.args[i]) for n in noisy],
-            contract.gradient_tolerance,
+            contract.tolerance_of(names[i]),
         )
         for i in positions
     }
@@ -137,7 +137,7 @@ def derive_standards(
         raise NotImplementedError(f"{', '.join(lost)} is not finite in {native[lost[0]].dtype}, and the oracle's is")
     noisy = [run_derivation(jitter_dtype_of(sample), generator) for _ in range(JITTERS)]
     return {
-        name: standard(name, exact[name], native[name], [n[name] for n in noisy], contract.gradient_tolerance)
+        name: standard(name, exact[name], native[name], [n[name] for n in noisy], contract.widest_gradient_tolerance)
         for name in exact
     }
 

@@ -125,7 +125,8 @@ class _Case:
         grads_fp64 = [None if g is None else g.double() for g in self.cotangents]
         oracle = [t.detach() for t in reference_outputs(contract, accuracy.upcast(self.sample), direction, grads_fp64)]
         torchs = reference_outputs(contract, self.sample, direction, self.cotangents)
-        return accuracy.Judge(oracle, torchs, contract.tolerance if direction == "fwd" else contract.gradient_tolerance)
+        factor = contract.tolerance if direction == "fwd" else contract.widest_gradient_tolerance
+        return accuracy.Judge(oracle, torchs, factor)
 
     def _check_first(self, contestant: Contestant) -> float | None:
         """Error of a first, untimed run; None, with a note, for a contestant that is wrong or fails."""

@@ -141,7 +141,7 @@ CONTRACT = register(
         ),
         # A routing weight has one gradient, a sum whose terms cancel: of the few dozen in a case the largest error of
         # one rounding is up to four times that of another
-        gradient_tolerance=5.0,
+        other_gradients={"topk_weights": 5.0},
         workloads=samples.WORKLOADS,
         cpu_workloads=samples.CPU_WORKLOADS,
         edge_cases=samples.EDGE_CASES,
