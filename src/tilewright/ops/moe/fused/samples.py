@@ -67,11 +67,11 @@ def _case(name: str, m: int, e: int, k: int, h: int, i: int, **options: Any) -> 
 
 
 EDGE_CASES = (
-    _case("few: most experts have no token", 5, 16, 2, 64, 40),
+    _case("odd: no row is aligned", 9, 4, 2, 33, 21),
     _case("tiles: groups of a tile and a bit", 75, 3, 2, 72, 48),
     _case("one_token: k rows", 1, 6, 4, 64, 32),
     _case("one: an expert has all tokens", 37, 5, 1, 40, 64, chosen=1),
-    _case("odd: no row is aligned", 9, 4, 2, 33, 21),
+    _case("few: most experts have no token", 5, 16, 2, 64, 40),
     _case("dropped: ids of -1", 12, 5, 3, 64, 24, dropped=True),
     _case("mapped: experts of other devices", 11, 8, 3, 64, 24, mapped=True),
     _case("twice: an expert that a token has twice", 8, 3, 4, 64, 32, again=True),

@@ -67,11 +67,11 @@ def _case(name: str, m: int, e: int, k: int, h: int, i: int, **options: Any) -> 
 
 
 EDGE_CASES = (
+    _case("odd: no row is aligned", 9, 4, 2, 133, 71),
     _case("few: most experts have no token", 5, 16, 2, 256, 144),
     _case("tiles: groups of a tile and a bit", 75, 3, 2, 272, 160),
     _case("one_token: k rows", 1, 6, 4, 128, 64),
     _case("one: an expert has all tokens", 37, 5, 1, 144, 64, chosen=1),
-    _case("odd: no row is aligned", 9, 4, 2, 133, 71),
     _case("dropped: ids of -1", 12, 5, 3, 256, 96, dropped=True),
     _case("mapped: experts of other devices", 11, 8, 3, 256, 96, mapped=True),
     _case("twice: an expert that a token has twice", 8, 3, 4, 128, 64, again=True),
