@@ -201,6 +201,30 @@ def layer_norm(draw: Draw, model: Model) -> Sizes:
     return Sizes("hidden", {"M": m, "N": n}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)
 
 
+def group_norm(draw: Draw, model: Model) -> Sizes:
+    """Images of a diffusion model's layers; a channel has a part of a model's hidden size."""
+    batch, side = draw.pick((1, 2, 4, 8)), draw.pick((8, 16, 32, 48, 64, 96, 128))
+    channels = draw.pick((4, 8, 10, 16, 20, 40))
+    params = {"B": batch, "G": 32, "C": channels, "S": (side, side)}
+    if draw.chance(0.3):
+        params["channels_last"] = True
+    return Sizes("image", params, floating(draw), 2 * batch * 32 * channels * side * side)
+
+
+def rms_norm_gated(draw: Draw, model: Model) -> Sizes:
+    """The heads of a gated linear attention, or the inner rows of a state-space layer, also in groups."""
+    m, kind = tokens(draw), draw.below(10)
+    if kind < 5:
+        m, n, options = m * part_of(draw, model.heads), model.head_dim, {}
+    else:
+        n, options = min(2 * model.hidden, 8192), {"norm_before_gate": False}
+        if kind < 8:
+            groups = draw.pick((2, 4, 8))
+            n, options = n // groups, {**options, "groups": groups}
+    elements = 3 * m * n * options.get("groups", 1)
+    return Sizes("gated", {"M": m, "N": n, **options}, floating(draw), elements, trained=m >= TRAINING_ROWS)
+
+
 def norm_fp8(draw: Draw, model: Model) -> Sizes:
     """A norm whose result the next layer reads in float8."""
     m, n = tokens(draw), model.hidden
@@ -336,6 +360,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "gelu_and_mul": (1, activation),
     "greedy": (1, greedy),
     "group_gemm": (1, group_gemm),
+    "group_norm": (1, group_norm),
     "grouped_matmul": (3, grouped_matmul),
     "groups_of_rows": (1, groups_of_rows),
     "k_grouped_matmul": (1, k_grouped_matmul),
@@ -361,6 +386,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "quantize_weight": (1, quantize_weight),
     "rms_norm": (2, norm(2)),
     "rms_norm_fp8": (1, norm_fp8),
+    "rms_norm_gated": (1, rms_norm_gated),
     "rope_kv_append_": (2, rope_kv_append),
     "sample": (2, sample),
     "scaled_matmul": (4, scaled_matmul),
