@@ -34,7 +34,9 @@ from tilewright.ops.norm.rms_norm_gated import BACKWARD, FORWARD, RmsNormGatedAr
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
 
 MAX_BLOCK = 8192  # 16 values of x, of gate and of w a thread at 16 warps
-MAX_BLOCK_BACKWARD = 4096  # 8 values, of dy and dw too; with 16 they spill on sm_90
+MAX_BLOCK_BACKWARD = (
+    4096  # 16 values, of dy and dw too, at 8 warps; at 16, with half the registers, they spill on sm_90
+)
 Args = RmsNormGatedArgs | RmsNormGatedBackwardArgs
 
 
@@ -45,7 +47,7 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
 
 
 def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConfig:
-    """As many registers as two or one programs an SM leave."""
+    """16 elements of x a thread, and 16 warps an SM."""
     rows, num_warps = configure(bucket._replace(N=min(bucket.N, MAX_BLOCK_BACKWARD)), dtype)
     return PersistentConfig(rows, num_warps, num_stages=2, ctas_per_sm=max(1, 16 // num_warps))
 
