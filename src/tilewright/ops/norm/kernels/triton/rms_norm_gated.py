@@ -35,7 +35,7 @@ from tilewright.ops.rows import RowsBucket, as_rows, no_float64
 
 MAX_BLOCK = 8192  # 16 values of x, of gate and of w a thread at 16 warps
 MAX_BLOCK_BACKWARD = (
-    4096  # 16 values, of dy and dw too, at 8 warps; at 16, with half the registers, they spill on sm_90
+    4096  # 16 values, of dy and dw too, at 8 warps; 16 warps spill on sm_90
 )
 Args = RmsNormGatedArgs | RmsNormGatedBackwardArgs
 
