@@ -58,6 +58,12 @@ def test_the_order_in_memory_is_that_of_x(backend):
     torch.testing.assert_close(ops.group_norm(volume, 2, backend=backend), F.group_norm(volume, 2))
 
 
+def test_vmap_over_images_in_channels_last():
+    x, weight, bias = problem((2, 6, 3, 4), torch.float32)
+    y = torch.vmap(lambda t: ops.group_norm(t, 3, weight, bias))(x.contiguous(memory_format=LAST)[None])
+    torch.testing.assert_close(y[0], F.group_norm(x, 3, weight, bias))
+
+
 def test_the_gradient_is_that_of_the_formula():
     x, weight, bias = problem((3, 6, 5), torch.float64)
     dy = torch.randn(x.shape, dtype=torch.float64)

@@ -82,7 +82,7 @@ def reference(
     channels = (-1, *(1,) * (x.dim() - 2))
     y = y if weight is None else y * weight.view(channels)
     y = y if bias is None else y + bias.view(channels)
-    return y.to(x.dtype).contiguous(memory_format=memory_format(x))
+    return dense(y.to(x.dtype), x)
 
 
 def _backward(args: GroupNormBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,11 +111,9 @@ def _is_dense(x: Tensor, dims: Sequence[int]) -> bool:
     return True
 
 
-def memory_format(x: Tensor) -> torch.memory_format:
-    """Return the order in memory of y and dx."""
-    if not channels_last(x):
-        return torch.contiguous_format
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+def dense(t: Tensor, x: Tensor) -> Tensor:
+    """Return `t` in the order in memory of y and dx, a copy where it is not."""
+    return t.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last(x) else t.contiguous()
 
 
 def strides(x: Tensor) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from tilewright.ops.norm.group_norm import (
     GroupNormBackwardArgs,
     GroupsBucket,
     channels_last,
-    memory_format,
+    dense,
 )
 from tilewright.ops.norm.kernels.triton import long_groups
 from tilewright.ops.norm.kernels.triton.affine import load_bias, load_weight
@@ -163,8 +163,3 @@ def launch_backward(outs: tuple[Tensor, Tensor, Tensor], args: GroupNormBackward
         column_sums(dweight, partials[0])
     if args.need_dbias:
         column_sums(dbias, partials[1])
-
-
-def dense(t: Tensor, x: Tensor) -> Tensor:
-    """Returns `t` in the order in memory that y and dx have."""
-    return t.contiguous(memory_format=memory_format(x))

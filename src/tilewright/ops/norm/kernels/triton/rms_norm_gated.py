@@ -34,9 +34,7 @@ from tilewright.ops.norm.rms_norm_gated import BACKWARD, FORWARD, RmsNormGatedAr
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
 
 MAX_BLOCK = 8192  # 16 values of x, of gate and of w a thread at 16 warps
-MAX_BLOCK_BACKWARD = (
-    4096  # 16 values, of dy and dw too, at 8 warps; 16 warps spill on sm_90
-)
+MAX_BLOCK_BACKWARD = 4096  # 16 values, of dy and dw too, at 8 warps; 16 warps spill on sm_90
 Args = RmsNormGatedArgs | RmsNormGatedBackwardArgs
 
 
