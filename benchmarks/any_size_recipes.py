@@ -22,6 +22,7 @@ from any_size_lowbits import (
     weight_only_matmul,
 )
 from any_size_moe import fused_moe, fused_moe_bias, moe_align, moved_rows, topk_sigmoid, topk_softmax
+from any_size_norms import group_norm, layer_norm, norm, norm_fp8, rms_norm_gated
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, product_cost, tokens
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
@@ -174,40 +175,6 @@ def groups_of_rows(draw: Draw, model: Model) -> Sizes | None:
     return Sizes("experts", {"G": model.experts, "M": m}, torch.int32, elements=model.experts * (m + 2))
 
 
-def normed(draw: Draw, model: Model) -> tuple[str, int, int]:
-    """(part, M, N) of what is normalised: tokens, heads of queries, or a latent."""
-    m, kind = tokens(draw), draw.below(10)
-    if kind < 2:
-        return "heads", m * part_of(draw, model.heads), model.head_dim
-    if kind < 4 and model.kv_lora:
-        return "latent", m, draw.pick((model.kv_lora, model.q_lora or model.kv_lora))
-    return "hidden", m, model.hidden
-
-
-def norm(arrays: int) -> Recipe:
-    """Recipe of a norm with so many arrays of the rows' size."""
-
-    def recipe(draw: Draw, model: Model) -> Sizes:
-        part, m, n = normed(draw, model)
-        options = {"offset": 1.0} if model.gelu else {}
-        return Sizes(part, {"M": m, "N": n, **options}, floating(draw), arrays * m * n, trained=m >= TRAINING_ROWS)
-
-    return recipe
-
-
-def layer_norm(draw: Draw, model: Model) -> Sizes:
-    """Rows with weight and bias."""
-    m, n = tokens(draw), model.hidden
-    return Sizes("hidden", {"M": m, "N": n}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)
-
-
-def norm_fp8(draw: Draw, model: Model) -> Sizes:
-    """A norm whose result the next layer reads in float8."""
-    m, n = tokens(draw), model.hidden
-    options = draw.pick(({}, {}, {"ue8m0": True}))
-    return Sizes("hidden", {"M": m, "N": n, **options}, floating(draw), 3 * m * n)
-
-
 def inner(draw: Draw, model: Model) -> tuple[str, int]:
     """(part, N) of an MLP, or of an expert."""
     if model.experts and draw.chance(0.5):
@@ -336,6 +303,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "gelu_and_mul": (1, activation),
     "greedy": (1, greedy),
     "group_gemm": (1, group_gemm),
+    "group_norm": (1, group_norm),
     "grouped_matmul": (3, grouped_matmul),
     "groups_of_rows": (1, groups_of_rows),
     "k_grouped_matmul": (1, k_grouped_matmul),
@@ -361,6 +329,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "quantize_weight": (1, quantize_weight),
     "rms_norm": (2, norm(2)),
     "rms_norm_fp8": (1, norm_fp8),
+    "rms_norm_gated": (1, rms_norm_gated),
     "rope_kv_append_": (2, rope_kv_append),
     "sample": (2, sample),
     "scaled_matmul": (4, scaled_matmul),

@@ -13,6 +13,7 @@ from tilewright.errors import InputError
 CPU = torch.device("cpu")
 SUBJECTS = {n: c for n, c in contracts().items() if not n.startswith("test_") and c.gradient is not None}
 ROWS = {"M": 3, "N": 6}
+IMAGES = {"B": 2, "G": 2, "C": 2, "S": (2, 3)}
 PRODUCT = {"M": 3, "N": 4, "K": 5}
 ATTENTION = {"B": 1, "H": 2, "H_kv": 1, "S": 5, "D": 8}
 PACKED = {"H": 2, "H_kv": 1, "D": 8, "lengths": (3, 0, 4), "causal": True}
@@ -23,9 +24,11 @@ MOVED = {"M": 4, "N": 6, "E": 3, "K": 2}
 ENTROPY = {"M": 4, "N": 5, "ignored": 0.3}
 ROTARY = {"B": 1, "S": 3, "H": 2, "H_kv": 1, "D": 8}
 PROBLEMS = {
-    "rms_norm": [ROWS, {**ROWS, "offset": 1.0}, {**ROWS, "fp32_weight": True}],
-    "add_rms_norm": [ROWS],
+    "rms_norm": [ROWS, {**ROWS, "offset": 1.0}, {**ROWS, "fp32_weight": True}, {**ROWS, "weight_dtype": None}],
+    "add_rms_norm": [ROWS, {**ROWS, "weight_dtype": None}],
     "layer_norm": [ROWS, {**ROWS, "affine": "none"}],
+    "group_norm": [IMAGES, {**IMAGES, "affine": "none", "channels_last": True}],
+    "rms_norm_gated": [ROWS, {**ROWS, "norm_before_gate": False, "groups": 2}],
     "silu_and_mul": [ROWS],
     "swiglu": [ROWS],
     "gelu_and_mul": [ROWS, {**ROWS, "approximate": "none"}],

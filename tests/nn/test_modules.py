@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import InputError
-from tilewright.nn import AddRMSNorm, GeGLUMLP, LayerNorm, RMSNorm, RotaryEmbedding, SwiGLUMLP
+from tilewright.nn import AddRMSNorm, GeGLUMLP, GroupNorm, LayerNorm, RMSNorm, RotaryEmbedding, SwiGLUMLP
 from tilewright.ops.rope.tables import RopeConfig
 
 HIDDEN, INNER = 32, 48
@@ -43,6 +43,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "rms_norm/gpt_oss": (lambda: RMSNorm(HIDDEN, fp32_weight=True), lambda: hf("gpt_oss").GptOssRMSNorm(HIDDEN)),
     "layer_norm": (lambda: LayerNorm(HIDDEN), lambda: nn.LayerNorm(HIDDEN)),
     "layer_norm/no_bias": (lambda: LayerNorm(HIDDEN, bias=False), lambda: nn.LayerNorm(HIDDEN, bias=False)),
+    "group_norm": (lambda: GroupNorm(5, 5), lambda: nn.GroupNorm(5, 5)),
+    "group_norm/no_affine": (lambda: GroupNorm(1, 5, 1e-3, False), lambda: nn.GroupNorm(1, 5, 1e-3, False)),
     "swiglu": (lambda: SwiGLUMLP(HIDDEN, INNER), lambda: hf("llama").LlamaMLP(llama_config())),
     "swiglu/bias": (
         lambda: SwiGLUMLP(HIDDEN, INNER, bias=True),

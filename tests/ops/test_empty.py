@@ -32,6 +32,7 @@ ROWS = {
     "rms_norm": (lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), "mv"),
     "add_rms_norm": (lambda x, r, w: (F.rms_norm(x + r, w.shape, w, 1e-6), x + r), "mmv"),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, w.shape, w, b), "mvv"),
+    "rms_norm_gated": (lambda x, g, w: F.rms_norm(x, w.shape, w, 1e-6) * F.silu(g), "mmv"),
     "softmax": (lambda x: F.softmax(x, -1), "m"),
     "silu_and_mul": (lambda x: F.silu(halves(x)[0]) * halves(x)[1], "p"),
     "gelu_and_mul": (lambda x: F.gelu(halves(x)[0], approximate="tanh") * halves(x)[1], "p"),

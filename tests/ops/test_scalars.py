@@ -22,9 +22,10 @@ FLOATS |= {"label_smoothing": 0.5, "z_loss": 0.5}
 SIZES = {
     "k": 3, "top_k": 3, "rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1,
     "tokens": 6, "page_size": 16, "max_pages": 8, "num_experts": 64, "n_group": 2, "topk_group": 1, "d_v": 32,
-    "ignore_index": 3, "chunk_rows": 3,
+    "ignore_index": 3, "chunk_rows": 3, "num_groups": 2, "group_size": 8,
 }  # fmt: skip
-RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize"}  # kernels are told of these
+RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize"}
+RAW_FLAGS |= {"norm_before_gate"}  # kernels are told of these
 # Python branches on the others: by their truth
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}
 OTHER = {"dropout", "x"}  # must be 0; a tensor

@@ -3,6 +3,8 @@
 from tilewright.nn.attention import Attention
 from tilewright.nn.differential_attention import DifferentialAttention
 from tilewright.nn.fp8_linear import FP8Linear
+from tilewright.nn.gated_norm import RMSNormGated
+from tilewright.nn.group_norm import GroupNorm
 from tilewright.nn.int8_linear import Int8Linear
 from tilewright.nn.linear import Linear
 from tilewright.nn.mlp import GeGLUMLP, SwiGLUMLP
@@ -17,10 +19,12 @@ __all__ = [
     "DifferentialAttention",
     "FP8Linear",
     "GeGLUMLP",
+    "GroupNorm",
     "Int8Linear",
     "LayerNorm",
     "Linear",
     "RMSNorm",
+    "RMSNormGated",
     "RotaryEmbedding",
     "SwiGLUMLP",
     "WeightOnlyLinear",

@@ -53,9 +53,11 @@ if TYPE_CHECKING:
     from tilewright.ops.moe.topk_softmax import topk_softmax
     from tilewright.ops.norm.add_rms_norm import add_rms_norm
     from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
+    from tilewright.ops.norm.group_norm import group_norm
     from tilewright.ops.norm.layer_norm import layer_norm
     from tilewright.ops.norm.rms_norm import rms_norm
     from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
+    from tilewright.ops.norm.rms_norm_gated import rms_norm_gated
     from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
     from tilewright.ops.quant.dequantize import dequantize
     from tilewright.ops.quant.dequantize_blocks import dequantize_blocks
@@ -100,6 +102,7 @@ __all__ = [
     "gelu_and_mul",
     "greedy",
     "group_gemm",
+    "group_norm",
     "grouped_matmul",
     "groups_of_rows",
     "k_grouped_matmul",
@@ -125,6 +128,7 @@ __all__ = [
     "quantize_weight",
     "rms_norm",
     "rms_norm_fp8",
+    "rms_norm_gated",
     "rope_kv_append_",
     "sample",
     "scaled_matmul",
@@ -170,7 +174,15 @@ _FAMILIES = {
         "topk_sigmoid",
         "topk_softmax",
     ),
-    "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
+    "norm": (
+        "add_rms_norm",
+        "add_rms_norm_fp8",
+        "group_norm",
+        "layer_norm",
+        "rms_norm",
+        "rms_norm_fp8",
+        "rms_norm_gated",
+    ),
     "quant": (
         "cast_to_blocks",
         "dequantize",

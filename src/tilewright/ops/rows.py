@@ -20,6 +20,11 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
+def contiguous(vector: Tensor | None) -> Tensor | None:
+    """`vector` with unit stride; None stays None."""
+    return None if vector is None else vector.contiguous()
+
+
 class RowsBucket(NamedTuple):
     """The tuning key of a row-wise op: rows rounded up to a power of two, row length."""
 

@@ -46,6 +46,33 @@ def test_it_is_the_models_norm_bit_for_bit(dtype, eps, model):
     assert torch.equal(y, model(x, weight, eps))
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_weight_it_is_llama4s_norm(dtype, backend):
+    """Llama4TextL2Norm, and what the float32 form of a weight of ones gives."""
+    x = torch.randn(3, 7, 333).to(dtype)
+    wanted = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x)
+    y = ops.rms_norm(x, eps=1e-5, backend=backend)
+    assert torch.equal(y, ops.rms_norm(x, torch.ones(333), eps=1e-5, fp32_weight=True, backend=backend))
+    if backend == "torch":
+        assert torch.equal(y, wanted)
+    torch.testing.assert_close(y, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernel_without_a_weight_has_the_bits_of_a_weight_of_ones(device):
+    for n in (333, 20000):
+        x, dy = (torch.randn(3, n, generator=torch.Generator().manual_seed(s)).to(device) for s in (0, 1))
+        ones = torch.ones(n, device=device)
+        results = []
+        for weight in (None, ones):
+            leaf = x.clone().requires_grad_()
+            y = ops.rms_norm(leaf, weight, backend="triton")
+            results.append((y.detach(), *torch.autograd.grad(y, leaf, dy)))
+        for plain, weighted in zip(*results, strict=True):
+            assert torch.equal(plain, weighted)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_the_models_differ_in_their_rounding(dtype):
     """On the samples above, so that no form can pass for another."""
@@ -114,5 +141,7 @@ def test_errors_say_what_was_given_and_what_is_allowed():
         ops.rms_norm(x.int(), torch.ones(8))
     with pytest.raises(InputError, match=r"rms_norm: weight is a list; needs a torch\.Tensor\."):
         ops.rms_norm(x, [1.0] * 8)
+    with pytest.raises(InputError, match=r"rms_norm: offset is 1 and weight is None; it is added to a weight\."):
+        ops.rms_norm(x, offset=1.0)
     with pytest.raises(InputError, match="rms_norm: eps is a Tensor; needs a number"):
         ops.rms_norm(x, torch.ones(8), eps=torch.tensor(1e-6))

@@ -15,7 +15,7 @@ from tilewright.ops.norm import rms_norm as rms
 class AddRmsNormArgs(NamedTuple):
     x: Tensor  # (..., N)
     residual: Tensor  # (..., N)
-    weight: Tensor  # (N,)
+    weight: Tensor | None  # (N,)
     eps: float
     offset: float
     fp32_weight: bool
@@ -25,7 +25,7 @@ class AddRmsNormBackwardArgs(NamedTuple):
     dy: Tensor  # (..., N)
     dtotal: Tensor | None  # (..., N), the gradient of the returned sum; None: it has none
     total: Tensor  # (..., N), the sum
-    weight: Tensor  # (N,)
+    weight: Tensor | None  # (N,)
     eps: float
     offset: float
     fp32_weight: bool
@@ -36,7 +36,7 @@ class AddRmsNormBackwardArgs(NamedTuple):
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -45,16 +45,23 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual): the sum is rounded to its dtype first, as a model without fusion would.
 
-    x, residual: (..., N) bf16|fp16|fp32, one shape and dtype.   weight: (N,).   Returns y (..., N), sum (..., N).
+    x, residual: (..., N) bf16|fp16|fp32, one shape and dtype.   weight: (N,) or None.   Returns y, sum: (..., N).
     eps, offset, fp32_weight, dtype of y, backend: as in `rms_norm`.  Neither input is written.
-    Raises InputError for different shapes, dtypes or devices of x and residual, or a weight that is not (N,).
+    Raises InputError for different shapes, dtypes or devices of x and residual, a weight that is not (N,), and an
+    offset without a weight.
     """
     args = AddRmsNormArgs(x, residual, weight, eps, offset, True if offset != 0.0 else fp32_weight)
     return call(CONTRACT, args, backend)
 
 
 def reference(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0, fp32_weight: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    fp32_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Plain torch."""
     total = x + residual
@@ -67,12 +74,12 @@ def _forward(args: AddRmsNormArgs) -> tuple[Tensor, Tensor]:
 
 
 def _backward(args: AddRmsNormBackwardArgs) -> tuple[Tensor, Tensor]:
-    def forward(total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y = rms.reference(total, weight, eps=args.eps, offset=args.offset, fp32_weight=args.fp32_weight)
+    def forward(total: Tensor, *weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = rms.reference(total, *weight, eps=args.eps, offset=args.offset, fp32_weight=args.fp32_weight)
         return y, total.clone()
 
-    dx, dweight = vjp(forward, (args.total, args.weight), (args.dy, args.dtotal))
-    return dx, dweight if args.need_dweight else dweight.new_empty(0)
+    dx, *dweight = vjp(forward, rms.inputs_of(args.total, args.weight), (args.dy, args.dtotal))
+    return dx, dweight[0] if args.need_dweight else dx.new_empty(0, dtype=rms.weight_dtype(args.total, args.weight))
 
 
 KERNELS = ("triton.fused_rows", "cutile.rms_norm", "cpu.rms_norm")
@@ -100,7 +107,7 @@ BACKWARD = RawOp(
     kernels=KERNELS,
     outputs=lambda args: (
         (args.total.shape, args.total.dtype),
-        (args.weight.shape if args.need_dweight else (0,), args.weight.dtype),
+        ((args.total.shape[-1] if args.need_dweight else 0,), rms.weight_dtype(args.total, args.weight)),
     ),
     reference=_backward,
     bucket=lambda args: rows.rows_bucket(args.dy),
@@ -111,9 +118,8 @@ BACKWARD = RawOp(
 
 def check(args: AddRmsNormArgs) -> None:
     """Raise InputError for what the docstring of `add_rms_norm` excludes."""
-    rows.check_floating("add_rms_norm", x=args.x, residual=args.residual, weight=args.weight)
+    rms.check_weight("add_rms_norm", args, x=args.x, residual=args.residual)
     rows.check_same("add_rms_norm", x=args.x, residual=args.residual)
-    rows.check_vector("add_rms_norm", args.x, weight=args.weight)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
@@ -147,7 +153,7 @@ def _expand(outputs: Any) -> tuple[Tensor, ...]:
     return dx, dx, dweight
 
 
-def _save(args: AddRmsNormArgs, outputs: Any) -> tuple[Tensor, Tensor]:
+def _save(args: AddRmsNormArgs, outputs: Any) -> tuple[Tensor, Tensor | None]:
     _, total = outputs
     return total, args.weight
 
@@ -187,6 +193,7 @@ CONTRACT = register(
             Workload("gemma: offset 1 in float32", {"M": 33, "N": 512, "offset": 1.0}),
             Workload("olmo2: weight in float32, one rounding", {"M": 33, "N": 512, "fp32_weight": True}),
             Workload("mixed: float32 weight promotes the result", {"M": 9, "N": 128, "weight_dtype": torch.float32}),
+            Workload("plain: no weight", {"M": 9, "N": 128, "weight_dtype": None}),
             Workload("empty: no rows", {"M": 0, "N": 64}),
         ),
         bad_inputs=(

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
+from tilewright.errors import InputError
 from tilewright.ops import rows
 
 
 class RmsNormArgs(NamedTuple):
     x: Tensor  # (..., N)
-    weight: Tensor  # (N,)
+    weight: Tensor | None  # (N,)
     eps: float
     offset: float
     fp32_weight: bool
@@ -22,7 +23,7 @@ class RmsNormArgs(NamedTuple):
 class RmsNormBackwardArgs(NamedTuple):
     dy: Tensor  # (..., N)
     x: Tensor  # (..., N)
-    weight: Tensor  # (N,)
+    weight: Tensor | None  # (N,)
     eps: float
     offset: float
     fp32_weight: bool
@@ -32,7 +33,7 @@ class RmsNormBackwardArgs(NamedTuple):
 @dispatch("rms_norm")
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -42,17 +43,21 @@ def rms_norm(
 ) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * (offset + weight), the mean over the last dimension, in float32.
 
-    x: (..., N) bf16|fp16|fp32.   weight: (N,), any of these dtypes.   Returns (..., N).
+    x: (..., N) bf16|fp16|fp32.   weight: (N,), any of these dtypes, or None.   Returns (..., N).
 
     Rounding follows the model the weights come from:
       default             x / rms is rounded to x's dtype, then multiplied by weight (Llama, Qwen, Mistral, DeepSeek)
       fp32_weight=True    multiplied by weight in float32, rounded once to x's dtype (OLMo-2, GPT-OSS)
       offset=1.0          (1 + weight) in float32, rounded once (Gemma); any offset other than 0 implies fp32_weight
-    The result has dtype promote(x, weight) by default, and x's dtype in the two float32 forms.
+      weight=None         x / rms is rounded to x's dtype (queries and keys of Llama-4, values of Gemma-3n)
+    The result has dtype promote(x, weight) by default, and x's dtype in the others.
+    Liger's casting_mode "llama" is the default, and its "gemma" is `offset`, or fp32_weight=True where the offset is 0.
+    Its "none" sums the squares in x's dtype; here they are always summed in float32.
 
     out: contiguous tensor to write instead of allocating; no gradient then.
     backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
-    Raises InputError for dtypes other than floating, weight not (N,), tensors on different devices.
+    Raises InputError for dtypes other than floating, weight not (N,), tensors on different devices, and an offset
+    without a weight.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     args = RmsNormArgs(x, weight, eps, offset, True if offset != 0.0 else fp32_weight)
@@ -60,11 +65,13 @@ def rms_norm(
 
 
 def reference(
-    x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0, fp32_weight: bool = False
+    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, fp32_weight: bool = False
 ) -> Tensor:
     """Plain torch; equals the Hugging Face modules bit for bit."""
     x_fp32 = x.to(rows.accumulate_dtype(x.dtype))
     x_hat = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return x_hat.to(x.dtype)
     if fp32_weight or offset != 0.0:
         w = weight.to(x_fp32.dtype)
         return (x_hat * (offset + w) if offset != 0.0 else w * x_hat).to(x.dtype)
@@ -77,16 +84,26 @@ def _forward(args: RmsNormArgs) -> Tensor:
 
 
 def _backward(args: RmsNormBackwardArgs) -> tuple[Tensor, Tensor]:
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return _forward(RmsNormArgs(x, weight, args.eps, args.offset, args.fp32_weight))
+    def forward(x: Tensor, *weight: Tensor) -> Tensor:
+        return reference(x, *weight, eps=args.eps, offset=args.offset, fp32_weight=args.fp32_weight)
 
-    dx, dweight = vjp(forward, (args.x, args.weight), (args.dy,))
-    return dx, dweight if args.need_dweight else dweight.new_empty(0)
+    dx, *dweight = vjp(forward, inputs_of(args.x, args.weight), (args.dy,))
+    return dx, dweight[0] if args.need_dweight else dx.new_empty(0, dtype=weight_dtype(args.x, args.weight))
 
 
-def out_dtype(x: Tensor, weight: Tensor, fp32_weight: bool) -> torch.dtype:
-    """Return the dtype of y: x's in the float32 forms, else torch's promotion of x and weight."""
-    return x.dtype if fp32_weight else torch.promote_types(x.dtype, weight.dtype)
+def inputs_of(x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
+    """What a gradient may be taken of."""
+    return (x,) if weight is None else (x, weight)
+
+
+def weight_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Return the dtype of dweight, which is empty without a weight."""
+    return x.dtype if weight is None else weight.dtype
+
+
+def out_dtype(x: Tensor, weight: Tensor | None, fp32_weight: bool) -> torch.dtype:
+    """Return the dtype of y: x's without a weight and in the float32 forms, else torch's promotion of x and weight."""
+    return x.dtype if fp32_weight else torch.promote_types(x.dtype, weight_dtype(x, weight))
 
 
 KERNELS = ("triton.rms_norm", "cutile.rms_norm", "cpu.rms_norm")
@@ -111,7 +128,7 @@ BACKWARD = RawOp(
     kernels=KERNELS,
     outputs=lambda args: (
         (args.x.shape, args.x.dtype),
-        (args.weight.shape if args.need_dweight else (0,), args.weight.dtype),
+        ((args.x.shape[-1] if args.need_dweight else 0,), weight_dtype(args.x, args.weight)),
     ),
     reference=_backward,
     bucket=lambda args: rows.rows_bucket(args.dy),
@@ -122,15 +139,24 @@ BACKWARD = RawOp(
 
 def check(args: RmsNormArgs) -> None:
     """Raise InputError for what the docstring of `rms_norm` excludes."""
-    rows.check_floating("rms_norm", x=args.x, weight=args.weight)
-    rows.check_vector("rms_norm", args.x, weight=args.weight)
+    check_weight("rms_norm", args, x=args.x)
+
+
+def check_weight(op: str, args: Any, **tensors: Tensor) -> None:
+    """Raise InputError for dtypes, devices and shapes of `tensors` and of args.weight, and for an offset to none."""
+    weight = {} if args.weight is None else {"weight": args.weight}
+    rows.check_floating(op, **tensors, **weight)
+    rows.check_vector(op, tensors["x"], **weight)
+    if args.weight is None and args.offset != 0.0:
+        raise InputError(f"{op}: offset is {args.offset:g} and weight is None; it is added to a weight. Pass one.")
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N, optional weight_dtype, offset, fp32_weight, eps."""
+    """params: M, N, optional weight_dtype (None: no weight), offset, fp32_weight, eps."""
     rng = rows.generator(seed)
     x = rows.random_tensor((params["M"], params["N"]), dtype, device, rng, scale=params.get("scale", 1.0))
-    weight = rows.random_tensor((params["N"],), params.get("weight_dtype", dtype), device, rng)
+    weight_dtype = params.get("weight_dtype", dtype)
+    weight = None if weight_dtype is None else rows.random_tensor((params["N"],), weight_dtype, device, rng)
     options = {k: params[k] for k in ("offset", "fp32_weight", "eps") if k in params}
     return Sample((x, weight), options)
 
@@ -150,6 +176,10 @@ def _backward_args(grads: Any, saved: Any, args: RmsNormArgs, needs: Any) -> Rms
 
 def _bad(device: torch.device, x: Sequence[int], w: Sequence[int], dtype: torch.dtype = torch.float32) -> Sample:
     return Sample((torch.ones(tuple(x), device=device, dtype=dtype), torch.ones(tuple(w), device=device)))
+
+
+def _no_weight(device: torch.device) -> Sample:
+    return Sample((torch.ones(4, 8, device=device),), {"offset": 1.0})
 
 
 CONTRACT = register(
@@ -183,6 +213,7 @@ CONTRACT = register(
             Workload("gemma: offset 1 in float32", {"M": 33, "N": 512, "offset": 1.0}),
             Workload("olmo2: weight in float32, one rounding", {"M": 33, "N": 512, "fp32_weight": True}),
             Workload("mixed: float32 weight promotes the result", {"M": 9, "N": 128, "weight_dtype": torch.float32}),
+            Workload("plain: no weight", {"M": 9, "N": 128, "weight_dtype": None}),
             Workload("tiny_values: eps dominates", {"M": 4, "N": 64, "scale": 1e-5, "eps": 1e-6}),
             Workload("empty: no rows", {"M": 0, "N": 64}),
         ),
@@ -191,6 +222,7 @@ CONTRACT = register(
             BadInput("weight 2-D", lambda d: _bad(d, (4, 8), (1, 8)), r"needs \(8,\)"),
             BadInput("integers", lambda d: _bad(d, (4, 8), (8,), torch.int32), "x is torch.int32"),
             BadInput("scalar", lambda d: _bad(d, (), (8,)), "no dimensions"),
+            BadInput("offset to no weight", _no_weight, r"offset is 1 and weight is None"),
         ),
     )
 )

@@ -8,13 +8,13 @@ from tilewright.ops.peer import Call, LibraryPeer
 
 def _torch(sample: Sample) -> Call | None:
     x, residual, weight = sample.args
-    if sample.kwargs.get("offset", 0.0) != 0.0 or weight.dtype != x.dtype:
+    if sample.kwargs.get("offset", 0.0) != 0.0 or (weight is not None and weight.dtype != x.dtype):
         return None
     eps = sample.kwargs.get("eps", 1e-6)
 
     def call() -> object:
         total = x + residual
-        return F.rms_norm(total, weight.shape, weight, eps), total
+        return F.rms_norm(total, x.shape[-1:], weight, eps), total
 
     return call
 

@@ -8,10 +8,10 @@ from tilewright.ops.peer import Call, LibraryPeer
 
 def _torch(sample: Sample) -> Call | None:
     x, weight = sample.args
-    if sample.kwargs.get("offset", 0.0) != 0.0 or weight.dtype != x.dtype:
+    if sample.kwargs.get("offset", 0.0) != 0.0 or (weight is not None and weight.dtype != x.dtype):
         return None
     eps = sample.kwargs.get("eps", 1e-6)
-    return lambda: F.rms_norm(x, weight.shape, weight, eps)
+    return lambda: F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def _liger(sample: Sample) -> Call:

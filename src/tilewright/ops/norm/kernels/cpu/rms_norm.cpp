@@ -5,7 +5,8 @@
 namespace tilewright {
 
 // T: dtype of x, residual and total.  W: dtype of weight.  Y: dtype of y.
-// kAdd: normalise total = x + residual, and write it.  kFp32Weight: round once, after the product with the weight.
+// kAdd: normalise total = x + residual, and write it.  kWeight: there is a weight.  kFp32Weight: round once, after the
+// product with it.
 template <class Config, class T = typename Config::T, class W = typename Config::W, class Y = typename Config::Y>
 void rms_norm(Y* y, T* total, const T* x, const T* residual, const W* weight, int64_t m, int64_t n, int64_t stride_x,
               int64_t stride_r, float eps, float offset, int threads) {
@@ -29,8 +30,11 @@ void rms_norm(Y* y, T* total, const T* x, const T* residual, const W* weight, in
                 prefetch(x + (row + 1) * stride_x + i);  // the next row, while this one is computed
                 if (Config::kAdd) prefetch(residual + (row + 1) * stride_r + i);
                 const F32 x_hat = Row::load(x_row + i, extent) * rstd;
-                const F32 w = Row::load(weight + i, extent);
-                const F32 y_fp32 = Config::kFp32Weight ? x_hat * (w + offset) : rounded<T>(x_hat) * w;
+                F32 y_fp32 = x_hat;
+                if constexpr (Config::kWeight) {
+                    const F32 w = Row::load(weight + i, extent);
+                    y_fp32 = Config::kFp32Weight ? x_hat * (w + offset) : rounded<T>(x_hat) * w;
+                }
                 Row::store(y + row * n + i, y_fp32, extent);
             });
         }

@@ -15,16 +15,17 @@ from tilewright.jit.host_launch import HostKernel
 from tilewright.ops.norm import add_rms_norm, rms_norm
 from tilewright.ops.norm.add_rms_norm import AddRmsNormArgs
 from tilewright.ops.norm.rms_norm import RmsNormArgs
-from tilewright.ops.rows import as_rows
+from tilewright.ops.rows import as_rows, contiguous
 
 
 class Params(NamedTuple):
-    """Template parameters.   T, W, Y: dtypes of x, weight and y."""
+    """Template parameters.   T, W, Y: dtypes of x, weight and y; W is T without a weight."""
 
     T: torch.dtype
     W: torch.dtype
     Y: torch.dtype
     kAdd: bool
+    kWeight: bool
     kFp32Weight: bool
 
 
@@ -47,11 +48,12 @@ _kernel = HostKernel(Path(__file__).with_name("rms_norm.cpp"), "rms_norm", Args)
 
 def _launch(y: Tensor, total: Tensor | None, residual: Tensor | None, args: RmsNormArgs | AddRmsNormArgs) -> None:
     """Normalise x into y.  With a residual: normalise total = x + residual, and write total."""
-    x, weight = as_rows(args.x), args.weight.contiguous()
+    x, weight = as_rows(args.x), contiguous(args.weight)
     residual = None if residual is None else as_rows(residual)
     m, n = x.shape
     stride_r = 0 if residual is None else residual.stride(0)
-    params = Params(x.dtype, weight.dtype, y.dtype, residual is not None, args.fp32_weight)
+    dtypes = x.dtype, x.dtype if weight is None else weight.dtype, y.dtype
+    params = Params(*dtypes, residual is not None, weight is not None, args.fp32_weight)
     _kernel(Args(y, total, x, residual, weight, m, n, x.stride(0), stride_r, args.eps, args.offset), params)
 
 

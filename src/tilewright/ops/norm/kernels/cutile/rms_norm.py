@@ -314,8 +314,11 @@ def _launch_backward(
         _column_sums((-(-n // 32),), (dweight, dw_partial), (64, 32), Hints(num_worker_warps=4))
 
 
-def why_not(args: tuple[object, ...]) -> str | None:
-    return no_float64(*args)
+Args = RmsNormArgs | RmsNormBackwardArgs | AddRmsNormArgs | AddRmsNormBackwardArgs
+
+
+def why_not(args: Args) -> str | None:
+    return "needs a weight" if args.weight is None else no_float64(*args)
 
 
 @register_kernel(

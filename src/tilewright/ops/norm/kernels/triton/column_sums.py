@@ -28,7 +28,7 @@ def _column_sums_kernel(
     mask_n = offs_n < N
     acc = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for start in range(0, P, BLOCK_P):
-        offs_p = start + tl.arange(0, BLOCK_P)
+        offs_p = (start + tl.arange(0, BLOCK_P)).to(tl.int64)
         mask = (offs_p[:, None] < P) & mask_n[None, :]
         acc += tl.load(partial + offs_p[:, None] * N + offs_n[None, :], mask=mask, other=0.0)
     tl.store(total + offs_n, tl.sum(acc, 0).to(total.dtype.element_ty), mask=mask_n)

@@ -17,10 +17,11 @@ from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.add_rms_norm import BACKWARD, FORWARD, AddRmsNormArgs, AddRmsNormBackwardArgs
 from tilewright.ops.norm.kernels.triton import long_rows, rms_norm, row_blocks
+from tilewright.ops.norm.kernels.triton.affine import load_weight
 from tilewright.ops.norm.kernels.triton.column_sums import column_sums, mean_of
 from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK, Config, PersistentConfig
 from tilewright.ops.norm.rms_norm import RmsNormBackwardArgs
-from tilewright.ops.rows import RowsBucket, as_rows
+from tilewright.ops.rows import RowsBucket, as_rows, contiguous
 
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
@@ -45,7 +46,7 @@ def normalise_rows(
     # Load the weight
     col_offsets = tl.arange(0, BLOCK_N)
     col_mask = col_offsets < N
-    w = tl.load(weight + col_offsets, mask=col_mask, other=0.0).to(tl.float32)
+    w = load_weight(weight, col_offsets, col_mask)
     # Load the rows
     row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_offsets = row_idx.to(tl.int64)[:, None]
@@ -93,7 +94,7 @@ def _add_rms_norm_backward_kernel(
     # Load the weight
     col_offsets = tl.arange(0, BLOCK_N)
     col_mask = col_offsets < N
-    w = tl.load(weight + col_offsets, mask=col_mask, other=0.0).to(tl.float32) + offset
+    w = load_weight(weight, col_offsets, col_mask) + offset
     dw = tl.zeros((BLOCK_N,), tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
         # Load a block of rows of total and dy
@@ -135,7 +136,7 @@ _backward = TritonKernel(_add_rms_norm_backward_kernel)
 )
 def launch(outs: tuple[Tensor, Tensor], args: AddRmsNormArgs, config: Config) -> None:
     y, total = outs
-    x, residual, weight = as_rows(args.x), as_rows(args.residual), args.weight.contiguous()
+    x, residual, weight = as_rows(args.x), as_rows(args.residual), contiguous(args.weight)
     m, n = x.shape
     block_n = triton.next_power_of_2(n)
     if block_n > MAX_BLOCK:
@@ -159,7 +160,7 @@ def launch_backward(outs: tuple[Tensor, Tensor], args: AddRmsNormBackwardArgs, c
         rms_norm.launch_backward(outs, RmsNormBackwardArgs(dy, total, *others), config)
         return
     dx, dweight = outs
-    dy, dtotal, total, weight = as_rows(args.dy), as_rows(args.dtotal), as_rows(args.total), args.weight.contiguous()
+    dy, dtotal, total, weight = as_rows(args.dy), as_rows(args.dtotal), as_rows(args.total), contiguous(args.weight)
     m, n = total.shape
     block_n = triton.next_power_of_2(n)
     if block_n > MAX_BLOCK:

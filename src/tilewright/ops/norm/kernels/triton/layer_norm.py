@@ -1,9 +1,7 @@
 """LayerNorm in Triton.  A program holds whole rows in registers, so mean and variance are two passes over one read.
 
-The second pass subtracts the mean and then corrects it: it sums the deviations, which are not zero if the mean is off
-by an ULP, and subtracts their mean as well (Chan, Golub, LeVeque, 1983).  So a row of equal values gives zeros, however
-large the value and however small eps, and the mean may be a product with 1 / N: a division for each row would need
-registers that the backward does not have.
+The second pass corrects the mean (`moments.py`), so a row of equal values gives zeros, and the mean may be a product
+with 1 / N: a division for each row would need registers that the backward does not have.
 
 Traffic: forward 4*M*N bytes at bf16, backward 6*M*N; the same floors as RMSNorm.  The backward recomputes mean and
 rstd from the row it reads, and sums the gradients of weight and bias in a fixed order (`column_sums`).
@@ -19,10 +17,12 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.kernels.triton import row_blocks
+from tilewright.ops.norm.kernels.triton.affine import load_bias, load_weight
 from tilewright.ops.norm.kernels.triton.column_sums import column_sums
+from tilewright.ops.norm.kernels.triton.moments import sum_pair, variance_of
 from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK, Config, PersistentConfig
 from tilewright.ops.norm.layer_norm import BACKWARD, FORWARD, LayerNormArgs, LayerNormBackwardArgs
-from tilewright.ops.rows import RowsBucket, as_rows
+from tilewright.ops.rows import RowsBucket, as_rows, contiguous
 
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
@@ -37,42 +37,11 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
 
 
 @triton.jit
-def _load_affine(weight, bias, col_offsets, N, default: tl.constexpr):
-    """Load weight and bias of some columns in float32; None gives `default` and 0."""
-    w = tl.full(col_offsets.shape, default, tl.float32)
-    b = tl.zeros(col_offsets.shape, tl.float32)
-    if weight is not None:
-        w = tl.load(weight + col_offsets, mask=col_offsets < N, other=0.0).to(tl.float32)
-    if bias is not None:
-        b = tl.load(bias + col_offsets, mask=col_offsets < N, other=0.0).to(tl.float32)
-    return w, b
-
-
-@triton.jit
-def _add_pair(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _sum_pair(a, b, AXIS: tl.constexpr):
-    """Sums of a and of b along one axis, in one exchange between threads."""
-    return tl.reduce((a, b), AXIS, _add_pair)
-
-
-@triton.jit
-def _variance(deviation, square, inv_n):
-    """(correction of the mean, variance) from the sums of the deviations and of their squares.   inv_n: 1 / N."""
-    shift = deviation * inv_n
-    corrected = tl.where(square < float("inf"), tl.maximum(square - deviation * shift, 0.0), square)  # NaN stays NaN
-    return shift, corrected * inv_n
-
-
-@triton.jit
 def _centred(x_fp32, mask, inv_n):
     """x - mean (ROWS, BLOCK_N) and the variance (ROWS,).   inv_n: 1 / N."""
     centred = tl.where(mask, x_fp32 - (tl.sum(x_fp32, 1) * inv_n)[:, None], 0.0)
-    deviation, square = _sum_pair(centred, centred * centred, 1)
-    shift, variance = _variance(deviation, square, inv_n)
+    deviation, square = sum_pair(centred, centred * centred, 1)
+    shift, variance = variance_of(deviation, square, inv_n)
     return tl.where(mask, centred - shift[:, None], 0.0), variance
 
 
@@ -85,7 +54,7 @@ def _layer_norm_kernel(
     # Load weight and bias
     col_offsets = tl.arange(0, BLOCK_N)
     col_mask = col_offsets < N
-    w, b = _load_affine(weight, bias, col_offsets, N, 1.0)
+    w, b = load_weight(weight, col_offsets, col_mask), load_bias(bias, col_offsets, col_mask)
     # Load the rows
     row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_offsets = row_idx.to(tl.int64)[:, None]
@@ -116,8 +85,8 @@ def _row_statistics(x, row_idx, N, stride_x, eps, BLOCK_N: tl.constexpr):
         centred = tl.where(col_offsets < N, x_fp32 - mean, 0.0)
         deviations += centred
         squares += centred * centred
-    deviation, square = _sum_pair(deviations, squares, 0)
-    shift, variance = _variance(deviation, square, inv_n)
+    deviation, square = sum_pair(deviations, squares, 0)
+    shift, variance = variance_of(deviation, square, inv_n)
     return mean + shift, tl.rsqrt(variance + eps)
 
 
@@ -129,7 +98,7 @@ def _layer_norm_long_kernel(y, x, weight, bias, N, stride_x, eps, BLOCK_N: tl.co
     for start in range(0, N, BLOCK_N):
         col_offsets = start + tl.arange(0, BLOCK_N)
         mask = col_offsets < N
-        w, b = _load_affine(weight, bias, col_offsets, N, 1.0)
+        w, b = load_weight(weight, col_offsets, mask), load_bias(bias, col_offsets, mask)
         x_fp32 = tl.load(x + row_idx * stride_x + col_offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(y + row_idx * N + col_offsets, ((x_fp32 - mean) * rstd * w + b).to(y.dtype.element_ty), mask=mask)
 
@@ -148,7 +117,7 @@ def _layer_norm_backward_kernel(
     # Load the weight
     col_offsets = tl.arange(0, BLOCK_N)
     col_mask = col_offsets < N
-    w, _ = _load_affine(weight, None, col_offsets, N, 1.0)
+    w = load_weight(weight, col_offsets, col_mask)
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
     inv_n = tl.div_rn(1.0, N + 0.0)
@@ -195,7 +164,7 @@ def _layer_norm_backward_long_kernel(
     for start in range(0, N, BLOCK_N):
         col_offsets = start + tl.arange(0, BLOCK_N)
         mask = col_offsets < N
-        w, _ = _load_affine(weight, None, col_offsets, N, 1.0)
+        w = load_weight(weight, col_offsets, mask)
         wdy = tl.load(dy + row_idx * stride_dy + col_offsets, mask=mask, other=0.0).to(tl.float32) * w
         x_hat = (tl.load(x + row_idx * stride_x + col_offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
         sum_wdy += wdy
@@ -206,7 +175,7 @@ def _layer_norm_backward_long_kernel(
     for start in range(0, N, BLOCK_N):
         col_offsets = start + tl.arange(0, BLOCK_N)
         mask = col_offsets < N
-        w, _ = _load_affine(weight, None, col_offsets, N, 1.0)
+        w = load_weight(weight, col_offsets, mask)
         wdy = tl.load(dy + row_idx * stride_dy + col_offsets, mask=mask, other=0.0).to(tl.float32) * w
         x_hat = (tl.load(x + row_idx * stride_x + col_offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
         dx_fp32 = (wdy - mean_wdy - x_hat * mean_wdy_x_hat) * rstd
@@ -253,7 +222,7 @@ _affine_long = TritonKernel(_layer_norm_affine_long_kernel)
 )
 def launch(outs: tuple[Tensor], args: LayerNormArgs, config: Config) -> None:
     (y,) = outs
-    x, weight, bias = as_rows(args.x), _contiguous(args.weight), _contiguous(args.bias)
+    x, weight, bias = as_rows(args.x), contiguous(args.weight), contiguous(args.bias)
     m, n = x.shape
     block_n = triton.next_power_of_2(n)
     if block_n > MAX_BLOCK:
@@ -273,7 +242,7 @@ def launch(outs: tuple[Tensor], args: LayerNormArgs, config: Config) -> None:
 def launch_backward(outs: tuple[Tensor, Tensor, Tensor], args: LayerNormBackwardArgs, config: PersistentConfig) -> None:
     dx, dweight, dbias = outs
     affine = args.need_dweight or args.need_dbias
-    dy, x, weight = as_rows(args.dy), as_rows(args.x), _contiguous(args.weight)
+    dy, x, weight = as_rows(args.dy), as_rows(args.x), contiguous(args.weight)
     m, n = x.shape
     strides = (dy.stride(0), x.stride(0))
     block_n = triton.next_power_of_2(n)
@@ -296,7 +265,3 @@ def launch_backward(outs: tuple[Tensor, Tensor, Tensor], args: LayerNormBackward
         column_sums(dweight, dw_partial)
     if args.need_dbias:
         column_sums(dbias, db_partial)
-
-
-def _contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()

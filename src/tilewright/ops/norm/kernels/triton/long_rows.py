@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.add_rms_norm import AddRmsNormArgs, AddRmsNormBackwardArgs
+from tilewright.ops.norm.kernels.triton.affine import load_weight
 from tilewright.ops.norm.kernels.triton.column_sums import mean_of
 from tilewright.ops.norm.rms_norm import RmsNormArgs, RmsNormBackwardArgs
 
@@ -48,7 +49,7 @@ def normalise_block(
     x_fp32 = _load_fp32(x, residual, row_idx, col_offsets, N, stride_x, stride_r, ADD)
     if ADD:
         tl.store(total + row_idx * N + col_offsets, x_fp32.to(total.dtype.element_ty), mask=mask)
-    w = tl.load(weight + col_offsets, mask=mask, other=0.0).to(tl.float32)
+    w = load_weight(weight, col_offsets, mask)
     if FP32_WEIGHT:
         y_fp32 = x_fp32 * rstd * (offset + w)
     else:
@@ -88,7 +89,7 @@ def _rms_norm_backward_long_kernel(
         col_offsets = start + tl.arange(0, BLOCK_N)
         mask = col_offsets < N
         x_fp32 = tl.load(x + row_idx * stride_x + col_offsets, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(weight + col_offsets, mask=mask, other=0.0).to(tl.float32) + offset
+        w = load_weight(weight, col_offsets, mask) + offset
         wdy = tl.load(dy + row_idx * stride_dy + col_offsets, mask=mask, other=0.0).to(tl.float32) * w
         sum_squares += x_fp32 * x_fp32
         sum_wdy_x += wdy * x_fp32
@@ -100,7 +101,7 @@ def _rms_norm_backward_long_kernel(
         col_offsets = start + tl.arange(0, BLOCK_N)
         mask = col_offsets < N
         x_hat = tl.load(x + row_idx * stride_x + col_offsets, mask=mask, other=0.0).to(tl.float32) * rstd
-        w = tl.load(weight + col_offsets, mask=mask, other=0.0).to(tl.float32) + offset
+        w = load_weight(weight, col_offsets, mask) + offset
         wdy = tl.load(dy + row_idx * stride_dy + col_offsets, mask=mask, other=0.0).to(tl.float32) * w
         dx_fp32 = (wdy - x_hat * mean_wdy_x_hat) * rstd
         if ADD:
@@ -138,7 +139,7 @@ _dweight = TritonKernel(_rms_norm_dweight_long_kernel)
 def launch(
     y: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None, args: RmsNormArgs | AddRmsNormArgs
 ) -> None:
-    """The forward.   x, residual: (M, N), rows of the tensors in `args`, whose weight is contiguous."""
+    """The forward.   x, residual: (M, N), rows of the tensors in `args`, whose weight is contiguous or None."""
     m, n = x.shape
     add = residual is not None
     strides = (x.stride(0), residual.stride(0) if add else 0)
@@ -154,7 +155,7 @@ def launch_backward(
     x: Tensor,
     args: RmsNormBackwardArgs | AddRmsNormBackwardArgs,
 ) -> None:
-    """The backward.   dy, dtotal, x: (M, N), rows of the tensors in `args`, whose weight is contiguous."""
+    """The backward.   dy, dtotal, x: (M, N), rows of the tensors in `args`, whose weight is contiguous or None."""
     m, n = x.shape
     add = dtotal is not None
     rstds = scratch((m,), torch.float32, x.device)

@@ -21,10 +21,11 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.kernels.triton import long_rows, row_blocks
+from tilewright.ops.norm.kernels.triton.affine import load_weight
 from tilewright.ops.norm.kernels.triton.column_sums import column_sums, mean_of
 from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK, Config, PersistentConfig
 from tilewright.ops.norm.rms_norm import BACKWARD, FORWARD, RmsNormArgs, RmsNormBackwardArgs
-from tilewright.ops.rows import RowsBucket, as_rows
+from tilewright.ops.rows import RowsBucket, as_rows, contiguous
 
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
@@ -50,7 +51,7 @@ def _rms_norm_kernel(
     # Load the weight
     col_offsets = tl.arange(0, BLOCK_N)
     col_mask = col_offsets < N
-    w = tl.load(weight + col_offsets, mask=col_mask, other=0.0).to(tl.float32)
+    w = load_weight(weight, col_offsets, col_mask)
     # Load the rows
     row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_offsets = row_idx.to(tl.int64)[:, None]
@@ -76,7 +77,7 @@ def _rms_norm_backward_kernel(
     # Load the weight
     col_offsets = tl.arange(0, BLOCK_N)
     col_mask = col_offsets < N
-    w = tl.load(weight + col_offsets, mask=col_mask, other=0.0).to(tl.float32) + offset
+    w = load_weight(weight, col_offsets, col_mask) + offset
     dw = tl.zeros((BLOCK_N,), tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
         # Load a block of rows of x and dy
@@ -116,7 +117,7 @@ _backward = TritonKernel(_rms_norm_backward_kernel)
 )
 def launch(outs: tuple[Tensor], args: RmsNormArgs, config: Config) -> None:
     (y,) = outs
-    x, weight = as_rows(args.x), args.weight.contiguous()
+    x, weight = as_rows(args.x), contiguous(args.weight)
     m, n = x.shape
     block_n = triton.next_power_of_2(n)
     if block_n > MAX_BLOCK:
@@ -136,7 +137,7 @@ def launch(outs: tuple[Tensor], args: RmsNormArgs, config: Config) -> None:
 )
 def launch_backward(outs: tuple[Tensor, Tensor], args: RmsNormBackwardArgs, config: PersistentConfig) -> None:
     dx, dweight = outs
-    dy, x, weight = as_rows(args.dy), as_rows(args.x), args.weight.contiguous()
+    dy, x, weight = as_rows(args.dy), as_rows(args.x), contiguous(args.weight)
     m, n = x.shape
     block_n = triton.next_power_of_2(n)
     if block_n > MAX_BLOCK:
