@@ -345,6 +345,8 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "kv_gather": (1, kv_gather),
     "layer_norm": (1, layer_norm),
     "linear_cross_entropy": (1, linear_cross_entropy),
+    "log_softmax": (1, softmax),
+    "logsumexp": (1, softmax),
     "masked_matmul": (2, masked_matmul),
     "matmul": (6, matmul),
     "merge_states": (1, merge_states),

@@ -26,7 +26,7 @@ SIZES = {
 }  # fmt: skip
 RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize"}  # kernels are told of these
 # Python branches on the others: by their truth
-FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}
+FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad", "keepdim"}
 OTHER = {"dropout", "x"}  # must be 0; a tensor
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interp)]
 

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
     from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
     from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
+    from tilewright.ops.reduction.log_softmax import log_softmax
+    from tilewright.ops.reduction.logsumexp import logsumexp
     from tilewright.ops.reduction.softmax import softmax
     from tilewright.ops.rope.apply_rope import apply_rope
     from tilewright.ops.sampling.apply_penalties import apply_penalties
@@ -109,6 +111,8 @@ __all__ = [
     "kv_gather",
     "layer_norm",
     "linear_cross_entropy",
+    "log_softmax",
+    "logsumexp",
     "masked_matmul",
     "matmul",
     "merge_states",
@@ -180,7 +184,7 @@ _FAMILIES = {
         "per_tensor_cast_to_fp8",
         "per_token_cast_to_fp8",
     ),
-    "reduction": ("softmax",),
+    "reduction": ("log_softmax", "logsumexp", "softmax"),
     "rope": ("apply_rope",),
     "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
     "weight_only": ("block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"),
