@@ -236,6 +236,13 @@ def softmax(draw: Draw, model: Model) -> Sizes:
     return Sizes(part, {"M": m, "N": n}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)
 
 
+def dropout(draw: Draw, model: Model) -> Sizes:
+    """Hidden states before they are added to the residual stream."""
+    m, n = tokens(draw), model.hidden
+    options = draw.pick(({}, {"residual": True}))
+    return Sizes("hidden", {"M": m, "N": n, "p": 0.1, **options}, floating(draw), 3 * m * n, trained=m >= TRAINING_ROWS)
+
+
 def cross_entropy(draw: Draw, model: Model) -> Sizes | None:
     """The loss over a vocabulary, also smoothed, with a z-loss, and of capped logits."""
     m = tokens(draw)
@@ -324,6 +331,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "dequantize": (1, dequantize),
     "dequantize_blocks": (1, dequantize_blocks),
     "dequantize_weight": (1, dequantize_weight),
+    "dropout": (1, dropout),
     "fmha": (6, fmha),
     "fmha_decode": (2, fmha_decode),
     "fmha_fp8": (2, fmha_fp8),

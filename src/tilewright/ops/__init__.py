@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
     from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
     from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
+    from tilewright.ops.reduction.dropout import dropout
     from tilewright.ops.reduction.log_softmax import log_softmax
     from tilewright.ops.reduction.logsumexp import logsumexp
     from tilewright.ops.reduction.softmax import softmax
@@ -90,6 +91,7 @@ __all__ = [
     "dequantize",
     "dequantize_blocks",
     "dequantize_weight",
+    "dropout",
     "fmha",
     "fmha_decode",
     "fmha_fp8",
@@ -184,7 +186,7 @@ _FAMILIES = {
         "per_tensor_cast_to_fp8",
         "per_token_cast_to_fp8",
     ),
-    "reduction": ("log_softmax", "logsumexp", "softmax"),
+    "reduction": ("dropout", "log_softmax", "logsumexp", "softmax"),
     "rope": ("apply_rope",),
     "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
     "weight_only": ("block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"),
