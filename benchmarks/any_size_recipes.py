@@ -236,6 +236,14 @@ def softmax(draw: Draw, model: Model) -> Sizes:
     return Sizes(part, {"M": m, "N": n}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)
 
 
+def masked_softmax(draw: Draw, model: Model) -> Sizes:
+    """Scores of one sequence, causal or with keys that are padding."""
+    heads, n = part_of(draw, model.heads), draw.pick((77, 512, 1000, 2048))
+    options = draw.pick(({"causal": True}, {"mask": "keys"}))
+    sizes = {"B": 1, "H": heads, "M": n, "N": n, **options}
+    return Sizes("scores", sizes, floating(draw), 3 * heads * n * n, trained=n >= TRAINING_ROWS)
+
+
 def dropout(draw: Draw, model: Model) -> Sizes:
     """Hidden states before they are added to the residual stream."""
     m, n = tokens(draw), model.hidden
@@ -356,6 +364,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "log_softmax": (1, softmax),
     "logsumexp": (1, softmax),
     "masked_matmul": (2, masked_matmul),
+    "masked_softmax": (1, masked_softmax),
     "matmul": (6, matmul),
     "merge_states": (1, merge_states),
     "mla": (2, mla),

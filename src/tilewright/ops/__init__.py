@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from tilewright.ops.reduction.dropout import dropout
     from tilewright.ops.reduction.log_softmax import log_softmax
     from tilewright.ops.reduction.logsumexp import logsumexp
+    from tilewright.ops.reduction.masked_softmax import masked_softmax
     from tilewright.ops.reduction.softmax import softmax
     from tilewright.ops.rope.apply_rope import apply_rope
     from tilewright.ops.sampling.apply_penalties import apply_penalties
@@ -116,6 +117,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "masked_matmul",
+    "masked_softmax",
     "matmul",
     "merge_states",
     "mla",
@@ -186,7 +188,7 @@ _FAMILIES = {
         "per_tensor_cast_to_fp8",
         "per_token_cast_to_fp8",
     ),
-    "reduction": ("dropout", "log_softmax", "logsumexp", "softmax"),
+    "reduction": ("dropout", "log_softmax", "logsumexp", "masked_softmax", "softmax"),
     "rope": ("apply_rope",),
     "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
     "weight_only": ("block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"),

@@ -205,7 +205,8 @@ def _save(args: DropoutArgs, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tenso
 
 
 def _raw_args(grads: Any, saved: Any, args: DropoutArgs, needs: Any) -> DropoutBackwardArgs:
-    return DropoutBackwardArgs(*grads, *saved, args.p)
+    (dy,), (seed, offset) = grads, saved
+    return DropoutBackwardArgs(dy, seed, offset, args.p)
 
 
 def _others(grads: Any, saved: Any, args: DropoutArgs, needs: Any) -> dict[str, Tensor]:

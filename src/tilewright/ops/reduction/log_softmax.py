@@ -127,6 +127,11 @@ def cost(sample: Sample, direction: str) -> Cost:
     return Cost(4 * x.numel(), 2 * y_bytes, rows.nbytes(x))
 
 
+def _raw_args(grads: Any, saved: Any, args: LogSoftmaxArgs, needs: Any) -> LogSoftmaxBackwardArgs:
+    (dy,), (y,) = grads, saved
+    return LogSoftmaxBackwardArgs(dy, y, args.x_dtype)
+
+
 def _ones(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, device=device, dtype=dtype)
 
@@ -145,7 +150,7 @@ CONTRACT = register(
             BACKWARD,
             inputs=("x",),
             save=lambda args, outputs: outputs,
-            raw_args=lambda grads, saved, args, needs: LogSoftmaxBackwardArgs(*grads, *saved, args.x_dtype),
+            raw_args=_raw_args,
         ),
         workloads=(
             Workload("vocabulary_32k", {"M": 4096, "N": 32768}),

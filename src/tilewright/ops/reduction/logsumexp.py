@@ -126,8 +126,8 @@ def _save(args: LogsumexpArgs, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Ten
 
 
 def _raw_args(grads: Any, saved: Any, args: LogsumexpArgs, needs: Any) -> LogsumexpBackwardArgs:
-    dy, _ = grads  # nothing outside has the unrounded lse
-    return LogsumexpBackwardArgs(*saved, dy)
+    (dy, _), (x, lse) = grads, saved  # nothing outside has the unrounded lse
+    return LogsumexpBackwardArgs(x, lse, dy)
 
 
 def _ones(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
