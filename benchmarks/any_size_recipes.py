@@ -203,6 +203,21 @@ def softmax(draw: Draw, model: Model) -> Sizes:
     return Sizes(part, {"M": m, "N": n}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)
 
 
+def masked_softmax(draw: Draw, model: Model) -> Sizes:
+    """Scores of one sequence, causal or with keys that are padding."""
+    heads, n = part_of(draw, model.heads), draw.pick((77, 512, 1000, 2048))
+    options = draw.pick(({"causal": True}, {"mask": "keys"}))
+    sizes = {"B": 1, "H": heads, "M": n, "N": n, **options}
+    return Sizes("scores", sizes, floating(draw), 3 * heads * n * n, trained=n >= TRAINING_ROWS)
+
+
+def dropout(draw: Draw, model: Model) -> Sizes:
+    """Hidden states before they are added to the residual stream."""
+    m, n = tokens(draw), model.hidden
+    options = draw.pick(({}, {"residual": True}))
+    return Sizes("hidden", {"M": m, "N": n, "p": 0.1, **options}, floating(draw), 3 * m * n, trained=m >= TRAINING_ROWS)
+
+
 def cross_entropy(draw: Draw, model: Model) -> Sizes | None:
     """The loss over a vocabulary, also smoothed, with a z-loss, and of capped logits."""
     m = tokens(draw)
@@ -291,6 +306,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "dequantize": (1, dequantize),
     "dequantize_blocks": (1, dequantize_blocks),
     "dequantize_weight": (1, dequantize_weight),
+    "dropout": (1, dropout),
     "fmha": (6, fmha),
     "fmha_decode": (2, fmha_decode),
     "fmha_fp8": (2, fmha_fp8),
@@ -313,7 +329,10 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "kv_gather": (1, kv_gather),
     "layer_norm": (1, layer_norm),
     "linear_cross_entropy": (1, linear_cross_entropy),
+    "log_softmax": (1, softmax),
+    "logsumexp": (1, softmax),
     "masked_matmul": (2, masked_matmul),
+    "masked_softmax": (1, masked_softmax),
     "matmul": (6, matmul),
     "merge_states": (1, merge_states),
     "mla": (2, mla),

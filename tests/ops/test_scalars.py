@@ -16,18 +16,20 @@ from tilewright.dispatch.effects import pure
 from tilewright.errors import InputError
 
 FLOATS = {"eps": 0.5, "offset": 1.0, "alpha": 0.5, "scale": 0.5, "softcap": 2.0}
-FLOATS |= {"limit": 0.5}
+FLOATS |= {"limit": 0.5, "p": 0.5}
 FLOATS |= {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition": 0.5, "presence": 0.5, "frequency": 0.5}
 FLOATS |= {"label_smoothing": 0.5, "z_loss": 0.5}
 SIZES = {
     "k": 3, "top_k": 3, "rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1,
     "tokens": 6, "page_size": 16, "max_pages": 8, "num_experts": 64, "n_group": 2, "topk_group": 1, "d_v": 32,
-    "ignore_index": 3, "chunk_rows": 3, "num_groups": 2, "group_size": 8,
+    "ignore_index": 3, "chunk_rows": 3, "num_groups": 2, "group_size": 8, "seed": 3, "offset": 3,
 }  # fmt: skip
 RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize"}
 RAW_FLAGS |= {"norm_before_gate"}  # kernels are told of these
 # Python branches on the others: by their truth
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}
+FLAGS |= {"keepdim", "training"}
+TENSORS = {("dropout", "seed"), ("dropout", "offset")}  # may be tensors of no dimensions too
 OTHER = {"dropout", "x"}  # must be 0; a tensor
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interp)]
 
@@ -37,12 +39,13 @@ def is_number(parameter):
     return any(kind in str(parameter.annotation) for kind in ("int", "float", "bool"))
 
 
-def options(kind):
+def options(kind, number=""):
+    """(op, option) of every option in `kind` that is a number of this type: an offset is a float or an int."""
     return [
         (name, option)
         for name, contract in contracts().items()
         for option, parameter in inspect.signature(contract.function).parameters.items()
-        if option in kind and is_number(parameter)
+        if option in kind and is_number(parameter) and number in str(parameter.annotation)
     ]
 
 
@@ -94,14 +97,14 @@ def test_every_number_is_listed():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("name", "option"), options(FLOATS))
+@pytest.mark.parametrize(("name", "option"), options(FLOATS, "float"))
 def test_floats(name, option, backend):
     python = FLOATS[option]
     same(name, option, python, [kind(python) for kind in (np.float16, np.float32, np.float64)], backend)
     same(name, option, 1.0, [1, np.int32(1), np.int64(1)], backend)
 
 
-@pytest.mark.parametrize(("name", "option"), options(FLOATS))
+@pytest.mark.parametrize(("name", "option"), options(FLOATS, "float"))
 def test_floats_that_are_none(name, option):
     values = ["0.5", 1j, [0.5]]
     if "Tensor" not in str(inspect.signature(contracts()[name].function).parameters[option].annotation):
@@ -110,16 +113,19 @@ def test_floats_that_are_none(name, option):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("name", "option"), options(SIZES))
+@pytest.mark.parametrize(("name", "option"), options(SIZES, "int"))
 def test_sizes(name, option, backend):
     python = SIZES[option]
     same(name, option, python, [np.int32(python), np.int64(python)], backend)
 
 
-@pytest.mark.parametrize(("name", "option"), options(SIZES))
+@pytest.mark.parametrize(("name", "option"), options(SIZES, "int"))
 def test_sizes_that_are_none(name, option):
     python = SIZES[option]
-    refused(name, option, python, [float(python) + 0.5, str(python), torch.tensor(python)])
+    values = [float(python) + 0.5, str(python)]
+    if (name, option) not in TENSORS:
+        values.append(torch.tensor(python))
+    refused(name, option, python, values)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -65,6 +65,10 @@ if TYPE_CHECKING:
     from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
     from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
     from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
+    from tilewright.ops.reduction.dropout import dropout
+    from tilewright.ops.reduction.log_softmax import log_softmax
+    from tilewright.ops.reduction.logsumexp import logsumexp
+    from tilewright.ops.reduction.masked_softmax import masked_softmax
     from tilewright.ops.reduction.softmax import softmax
     from tilewright.ops.rope.apply_rope import apply_rope
     from tilewright.ops.sampling.apply_penalties import apply_penalties
@@ -90,6 +94,7 @@ __all__ = [
     "dequantize",
     "dequantize_blocks",
     "dequantize_weight",
+    "dropout",
     "fmha",
     "fmha_decode",
     "fmha_fp8",
@@ -112,7 +117,10 @@ __all__ = [
     "kv_gather",
     "layer_norm",
     "linear_cross_entropy",
+    "log_softmax",
+    "logsumexp",
     "masked_matmul",
+    "masked_softmax",
     "matmul",
     "merge_states",
     "mla",
@@ -192,7 +200,7 @@ _FAMILIES = {
         "per_tensor_cast_to_fp8",
         "per_token_cast_to_fp8",
     ),
-    "reduction": ("softmax",),
+    "reduction": ("dropout", "log_softmax", "logsumexp", "masked_softmax", "softmax"),
     "rope": ("apply_rope",),
     "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
     "weight_only": ("block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"),

@@ -1,4 +1,4 @@
-"""e^x for Triton kernels: fast for results that are rounded to 16 bits, accurate for float32 results."""
+"""e^x for Triton kernels: fast for results that are rounded to 16 bits, accurate for float32 results; and ln x."""
 
 import triton
 import triton.language as tl
@@ -24,3 +24,10 @@ def exp(x: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
     else:
         result = tl.exp2(x * LOG2E)
     return result
+
+
+@triton.jit
+def log(x: tl.tensor) -> tl.tensor:
+    """ln x of a sum of exponentials, to float32's accuracy also near 1: one step of Newton after the fast one."""
+    y = tl.log(x)
+    return tl.where((x > 0.0) & (x < float("inf")), y + (x * exp(-y, True) - 1.0), y)

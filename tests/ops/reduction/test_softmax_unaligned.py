@@ -21,9 +21,11 @@ def kernels():
 def plain_calls(kernels, monkeypatch):
     """Calls that the plain kernels got."""
     seen = []
-    for name in ("launch", "launch_backward"):
+    for name in ("forward", "backward"):
         plain = getattr(kernels.plain, name)
-        monkeypatch.setattr(kernels.plain, name, lambda *args, plain=plain: (seen.append(args), plain(*args)))
+        monkeypatch.setattr(
+            kernels.plain, name, lambda *args, log, plain=plain: (seen.append(args), plain(*args, log=log))
+        )
     return seen
 
 

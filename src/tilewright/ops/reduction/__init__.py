@@ -1,1 +1,1 @@
-"""Softmax.  The folder cannot have that name: `ops.softmax` is the function."""
+"""Softmax and other reductions over rows, and dropout.  `ops.softmax` is the function, so no folder has that name."""

@@ -9,6 +9,8 @@ Weights below 2^-40 of the largest are 0, and so is what they would add: at most
 import torch
 from torch import Tensor
 
+from tilewright.ops import philox as random
+
 UNIT = 40
 """A weight of 2^UNIT is the likeliest token's."""
 MAX_TOKENS = 1 << 22
@@ -71,15 +73,9 @@ def philox(seeds: Tensor, positions: Tensor, stream: int) -> tuple[Tensor, Tenso
     """Two random integers of 31 bits for each (seed, position): Philox 4x32 with 10 rounds, key seed, counter
     (position, stream).
     """
-    mask = 0xFFFFFFFF
-    k0, k1 = seeds & mask, (seeds >> 32) & mask
-    c0, c1 = positions & mask, (positions >> 32) & mask
-    c2, c3 = torch.full_like(c0, stream), torch.zeros_like(c0)
-    for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # their 64 bits are right, as signed numbers too
-        c0, c1, c2, c3 = ((b >> 32) & mask) ^ c1 ^ k0, b & mask, ((a >> 32) & mask) ^ c3 ^ k1, a & mask
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    return c0 >> 1, c1 >> 1
+    c2 = torch.full_like(positions, stream)
+    words = random.philox(seeds, positions & random.MASK, (positions >> 32) & random.MASK, c2, torch.zeros_like(c2))
+    return words[0] >> 1, words[1] >> 1
 
 
 def below(random: tuple[Tensor, Tensor], total: Tensor) -> Tensor:

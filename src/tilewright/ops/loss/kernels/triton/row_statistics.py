@@ -7,7 +7,7 @@ that nothing is exchanged before the end of the row.
 import triton
 import triton.language as tl
 
-from tilewright.ops.exponential import exp
+from tilewright.ops.exponential import exp, log
 from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST, opaque_fp32
 
 
@@ -36,13 +36,6 @@ def capped(x, softcap, SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
         t = tl.where(a < 0.625, near, tl.where(u < 0, -far, far))
         x = softcap * t
     return x, t
-
-
-@triton.jit
-def log(x):
-    """ln x of a sum of exponentials, to float32's accuracy also near 1: one step of Newton after the fast one."""
-    y = tl.log(x)
-    return tl.where((x > 0.0) & (x < float("inf")), y + (x * exp(-y, True) - 1.0), y)
 
 
 @triton.jit

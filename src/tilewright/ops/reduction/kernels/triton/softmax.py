@@ -1,4 +1,5 @@
-"""Softmax in Triton, in three forms that differ in where a row is kept while its maximum and sum are computed.
+"""Softmax and its logarithm in Triton, in three forms that differ in where a row is kept while its maximum and sum are
+computed.
 
 short   A row fits in registers: one read, one write.
 long    One program a row keeps the first `held` elements in registers and reads the rest twice: forwards with a running
@@ -15,14 +16,21 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.exponential import exp
-from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST, opaque_fp32
+from tilewright.ops.reduction import log_softmax
+from tilewright.ops.reduction.kernels.triton.softmax_kernels import (
+    softmax_backward_kernel,
+    softmax_backward_long_kernel,
+    softmax_kernel,
+    softmax_long_kernel,
+    softmax_part_kernel,
+    softmax_scale_kernel,
+)
+from tilewright.ops.reduction.log_softmax import LogSoftmaxArgs, LogSoftmaxBackwardArgs
 from tilewright.ops.reduction.softmax import BACKWARD, FORWARD, SoftmaxArgs, SoftmaxBackwardArgs
 from tilewright.ops.rows import RowsBucket, as_rows
 
@@ -115,175 +123,12 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config,
     return (*short, *(c for c in long if c.held < n))
 
 
-@triton.jit
-def _softmax_kernel(
-    y, x, M, N, stride_x,  # x, y: (M, N)
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """y = exp(x - max(x)) / sum(exp(x - max(x))), the short form."""
-    # Load the rows
-    PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
-    col_offsets = tl.arange(0, BLOCK_N)[None, :]
-    row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    mask = col_offsets < N
-    if ROWS > 1:  # with one row a program no row is out of range, and the mask takes one register less
-        mask = mask & (row_idx < M)
-    row_offsets = row_idx.to(tl.int64)
-    row = tl.load(x + row_offsets * stride_x + col_offsets, mask=mask, other=float("-inf"))
-    # Maximum, exponentials and their sum
-    x_fp32 = row.to(tl.float32)
-    m_i = tl.maximum(tl.max(x_fp32, 1), LOWEST)
-    e = exp(x_fp32 - m_i[:, None], PRECISE)
-    scale = tl.div_rn(1.0, tl.sum(e, 1))
-    # Scale and store
-    if PACKED:
-        e = exp(opaque_fp32(row, PACKED) - m_i[:, None], PRECISE)
-    y_fp32 = e * scale[:, None]
-    tl.store(y + row_offsets * N + col_offsets, y_fp32.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _softmax_long_kernel(
-    y, x, N, stride_x,  # x, y: (M, N), N > HELD
-    HELD: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """y as above, the long form."""
-    PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
-    # Dimension 1 is spread over the threads: maxima and sums over dimension 0 stay in a thread.
-    STEP: tl.constexpr = STEPS * LANES
-    lanes = tl.arange(0, LANES)[None, :]
-    offs_held = tl.arange(0, HELD // LANES)[:, None] * LANES + lanes
-    offs = tl.arange(0, STEPS)[:, None] * LANES + lanes
-    x += tl.program_id(0).to(tl.int64) * stride_x
-    y += tl.program_id(0).to(tl.int64) * N
-
-    # First pass: running maximum and sum in every lane
-    x_held = tl.load(x + offs_held, eviction_policy="evict_first")
-    x_fp32 = x_held.to(tl.float32)
-    m_i = tl.maximum(tl.max(x_fp32, 0), LOWEST)
-    l_i = tl.sum(exp(x_fp32 - m_i[None, :], PRECISE), 0)
-    for start in tl.range(HELD, N, STEP, num_stages=NUM_STAGES):
-        part = tl.load(x + start + offs, mask=offs < N - start, other=float("-inf")).to(tl.float32)
-        m_new = tl.maximum(m_i, tl.max(part, 0))
-        l_i = l_i * exp(m_i - m_new, PRECISE) + tl.sum(exp(part - m_new[None, :], PRECISE), 0)
-        m_i = m_new
-    # Combine the lanes
-    row_max = tl.max(m_i, 0)
-    scale = tl.div_rn(1.0, tl.sum(l_i * exp(m_i - row_max, PRECISE), 0))
-
-    # Second pass, backwards: scale and store
-    last = HELD + (tl.cdiv(N - HELD, STEP) - 1) * STEP
-    for back in tl.range(0, N - HELD, STEP, num_stages=NUM_STAGES):
-        start = last - back
-        mask = offs < N - start
-        part = tl.load(x + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
-        y_fp32 = exp(part - row_max, PRECISE) * scale
-        tl.store(y + start + offs, y_fp32.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    y_fp32 = exp(opaque_fp32(x_held, PACKED) - row_max, PRECISE) * scale
-    tl.store(y + offs_held, y_fp32.to(y.dtype.element_ty), eviction_policy="evict_first")
-
-
-@triton.jit
-def _softmax_part_kernel(maxima, sums, x, N, parts, stride_x, BLOCK_N: tl.constexpr):  # maxima, sums: (M, parts)
-    """Maximum and sum of exponentials of one part of a row."""
-    PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
-    row_idx, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    col_offsets = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.load(x + row_idx.to(tl.int64) * stride_x + col_offsets, mask=col_offsets < N, other=float("-inf"))
-    x_fp32 = row.to(tl.float32)
-    m_i = tl.maximum(tl.max(x_fp32, 0), LOWEST)
-    tl.store(maxima + tl.program_id(0), m_i)
-    tl.store(sums + tl.program_id(0), tl.sum(exp(x_fp32 - m_i, PRECISE), 0))
-
-
-@triton.jit
-def _softmax_scale_kernel(
-    y, maxima, sums, x, N, parts, stride_x,  # maxima, sums: (M, parts)
-    PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """y of one part of a row, from maxima and sums of all its parts."""
-    # Load the part
-    PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
-    row_idx, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    col_offsets = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_fp32 = tl.load(x + row_idx.to(tl.int64) * stride_x + col_offsets, mask=col_offsets < N).to(tl.float32)
-    # Combine maxima and sums of the parts
-    offs_p = tl.arange(0, PARTS)
-    m_i = tl.load(maxima + row_idx * parts + offs_p, mask=offs_p < parts, other=LOWEST)
-    l_i = tl.load(sums + row_idx * parts + offs_p, mask=offs_p < parts, other=0.0)
-    row_max = tl.max(m_i, 0)
-    scale = tl.div_rn(1.0, tl.sum(l_i * exp(m_i - row_max, PRECISE), 0))
-    # Scale and store
-    y_fp32 = exp(x_fp32 - row_max, PRECISE) * scale
-    tl.store(y + row_idx.to(tl.int64) * N + col_offsets, y_fp32.to(y.dtype.element_ty), mask=col_offsets < N)
-
-
-@triton.jit
-def _softmax_backward_kernel(
-    dx, dy, y, M, N, stride_dy, stride_y,  # dx, dy, y: (M, N)
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """dx = y * (dy - dot(dy, y)), the dot product over each row; the short form."""
-    # Load the rows
-    col_offsets = tl.arange(0, BLOCK_N)[None, :]
-    row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    mask = col_offsets < N
-    if ROWS > 1:  # with one row a program no row is out of range, and the mask takes one register less
-        mask = mask & (row_idx < M)
-    row_offsets = row_idx.to(tl.int64)
-    y_row = tl.load(y + row_offsets * stride_y + col_offsets, mask=mask, other=0.0)
-    dy_row = tl.load(dy + row_offsets * stride_dy + col_offsets, mask=mask, other=0.0)
-    # Compute and store dx
-    dot = tl.sum(dy_row.to(tl.float32) * y_row.to(tl.float32), 1)[:, None]
-    dx_fp32 = opaque_fp32(y_row, PACKED) * (opaque_fp32(dy_row, PACKED) - dot)
-    tl.store(dx + row_offsets * N + col_offsets, dx_fp32.to(dx.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _softmax_backward_long_kernel(
-    dx, dy, y, N, stride_dy, stride_y,  # dx, dy, y: (M, N), N > HELD
-    HELD: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """dx as above, the long form."""
-    STEP: tl.constexpr = STEPS * LANES
-    lanes = tl.arange(0, LANES)[None, :]
-    offs_held = tl.arange(0, HELD // LANES)[:, None] * LANES + lanes
-    offs = tl.arange(0, STEPS)[:, None] * LANES + lanes
-    dy += tl.program_id(0).to(tl.int64) * stride_dy
-    y += tl.program_id(0).to(tl.int64) * stride_y
-    dx += tl.program_id(0).to(tl.int64) * N
-
-    # First pass: the dot product
-    y_held = tl.load(y + offs_held, eviction_policy="evict_first")
-    dy_held = tl.load(dy + offs_held, eviction_policy="evict_first")
-    dots = tl.sum(y_held.to(tl.float32) * dy_held.to(tl.float32), 0)
-    for start in tl.range(HELD, N, STEP, num_stages=NUM_STAGES):
-        mask = offs < N - start
-        y_fp32 = tl.load(y + start + offs, mask=mask, other=0.0).to(tl.float32)
-        dy_fp32 = tl.load(dy + start + offs, mask=mask, other=0.0).to(tl.float32)
-        dots += tl.sum(y_fp32 * dy_fp32, 0)
-    dot = tl.sum(dots, 0)
-
-    # Second pass, backwards: dx
-    last = HELD + (tl.cdiv(N - HELD, STEP) - 1) * STEP
-    for back in tl.range(0, N - HELD, STEP, num_stages=NUM_STAGES):
-        start = last - back
-        mask = offs < N - start
-        y_fp32 = tl.load(y + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
-        dy_fp32 = tl.load(dy + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
-        dx_ptrs = dx + start + offs
-        dx_fp32 = y_fp32 * (dy_fp32 - dot)
-        tl.store(dx_ptrs, dx_fp32.to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    dx_fp32 = opaque_fp32(y_held, PACKED) * (opaque_fp32(dy_held, PACKED) - dot)
-    tl.store(dx + offs_held, dx_fp32.to(dx.dtype.element_ty), eviction_policy="evict_first")
-
-
-_short_forward = TritonKernel(_softmax_kernel)
-_long_forward = TritonKernel(_softmax_long_kernel)
-_part = TritonKernel(_softmax_part_kernel)
-_scale = TritonKernel(_softmax_scale_kernel)
-_short_backward = TritonKernel(_softmax_backward_kernel)
-_long_backward = TritonKernel(_softmax_backward_long_kernel)
+_short_forward = TritonKernel(softmax_kernel)
+_long_forward = TritonKernel(softmax_long_kernel)
+_part = TritonKernel(softmax_part_kernel)
+_scale = TritonKernel(softmax_scale_kernel)
+_short_backward = TritonKernel(softmax_backward_kernel)
+_long_backward = TritonKernel(softmax_backward_long_kernel)
 
 
 def _lanes(config: Config, dtype: torch.dtype) -> int:
@@ -293,23 +138,12 @@ def _lanes(config: Config, dtype: torch.dtype) -> int:
 
 @register_kernel(FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
 def launch(outs: tuple[Tensor], args: SoftmaxArgs, config: Config) -> None:
-    x = as_rows(args.x)
-    m, n = x.shape
-    block = triton.next_power_of_2(n)
-    if block <= config.held:
-        constants = (config.rows, block, config.packed)
-        grid = (triton.cdiv(m, config.rows),)
-        _short_forward(grid, (outs[0], x, m, n, x.stride(0)), constants, num_warps=config.num_warps)
-    elif config.split:
-        parts = -(-n // config.split)
-        maxima, sums = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
-        _part((m * parts,), (maxima, sums, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
-        parameters = (outs[0], maxima, sums, x, n, parts, x.stride(0))
-        constants = (triton.next_power_of_2(parts), config.split)
-        _scale((m * parts,), parameters, constants, num_warps=config.num_warps)
-    else:
-        constants = (config.held, config.steps, _lanes(config, x.dtype), config.num_stages, config.packed)
-        _long_forward((m,), (outs[0], x, n, x.stride(0)), constants, num_warps=config.num_warps)
+    forward(outs[0], args.x, config, log=False)
+
+
+@register_kernel(log_softmax.FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
+def launch_log(outs: tuple[Tensor], args: LogSoftmaxArgs, config: Config) -> None:
+    forward(outs[0], args.x, config, log=True)
 
 
 @register_kernel(
@@ -320,14 +154,51 @@ def launch(outs: tuple[Tensor], args: SoftmaxArgs, config: Config) -> None:
     candidates=candidates_backward,
 )
 def launch_backward(outs: tuple[Tensor], args: SoftmaxBackwardArgs, config: Config) -> None:
-    dy, y = as_rows(args.dy), as_rows(args.y)
+    backward(outs[0], args.dy, args.y, config, log=False)
+
+
+@register_kernel(
+    log_softmax.BACKWARD,
+    configure=configure_backward,
+    config_type=Config,
+    configs=BACKWARD_CONFIGS,
+    candidates=candidates_backward,
+)
+def launch_log_backward(outs: tuple[Tensor], args: LogSoftmaxBackwardArgs, config: Config) -> None:
+    backward(outs[0], args.dy, args.y, config, log=True)
+
+
+def forward(y: Tensor, x: Tensor, config: Config, *, log: bool) -> None:
+    """Launch the form that `config` gives rows of `x`."""
+    x = as_rows(x)
+    m, n = x.shape
+    block = triton.next_power_of_2(n)
+    if block <= config.held:
+        constants = (config.rows, block, config.packed, log)
+        grid = (triton.cdiv(m, config.rows),)
+        _short_forward(grid, (y, x, m, n, x.stride(0)), constants, num_warps=config.num_warps)
+    elif config.split:
+        parts = -(-n // config.split)
+        maxima, sums = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
+        _part((m * parts,), (maxima, sums, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
+        parameters = (y, maxima, sums, x, n, parts, x.stride(0))
+        constants = (triton.next_power_of_2(parts), config.split, log)
+        _scale((m * parts,), parameters, constants, num_warps=config.num_warps)
+    else:
+        constants = (config.held, config.steps, _lanes(config, x.dtype), config.num_stages, config.packed, log)
+        _long_forward((m,), (y, x, n, x.stride(0)), constants, num_warps=config.num_warps)
+
+
+def backward(dx: Tensor, dy: Tensor, y: Tensor, config: Config, *, log: bool) -> None:
+    """Launch the form that `config` gives rows of `dy` and `y`."""
+    dy, y = as_rows(dy), as_rows(y)
     m, n = y.shape
     block = triton.next_power_of_2(n)
     strides = (dy.stride(0), y.stride(0))
     if block <= config.held:
-        constants = (config.rows, block, config.packed)
+        constants = (config.rows, block, config.packed, log)
         grid = (triton.cdiv(m, config.rows),)
-        _short_backward(grid, (outs[0], dy, y, m, n, *strides), constants, num_warps=config.num_warps)
+        _short_backward(grid, (dx, dy, y, m, n, *strides), constants, num_warps=config.num_warps)
     else:
-        constants = (config.held, config.steps, _lanes(config, y.dtype), config.num_stages, config.packed)
-        _long_backward((m,), (outs[0], dy, y, n, *strides), constants, num_warps=config.num_warps)
+        constants = (config.held, config.steps, _lanes(config, y.dtype), config.num_stages, config.packed, log)
+        _long_backward((m,), (dx, dy, y, n, *strides), constants, num_warps=config.num_warps)
