@@ -1,0 +1,15 @@
+"""Other squared ReLUs: Liger's, without a gate."""
+
+from tilewright.dispatch import Sample
+from tilewright.ops.peer import Call, LibraryPeer
+
+
+def _liger(sample: Sample) -> Call | None:
+    from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction
+
+    if len(sample.args) == 2:
+        return None
+    return lambda: LigerReLUSquaredFunction.apply(*sample.args)
+
+
+PEERS = (LibraryPeer("liger", "liger_kernel", _liger),)
