@@ -17,7 +17,8 @@ Not HunYuan-VL: there the two elements of a pair may rotate by different angles.
     q, k = ops.apply_rope(q, k, cos, sin)                             # q (T, H, D)
 
 Tables are made on the device of the positions, in float32, then rounded to dtype; on a CPU they equal those of Hugging
-Face's modules bit for bit.
+Face's modules bit for bit.  They serve all layers of a step: make them before a CUDA graph is captured, since
+frequencies and axes come from the host.
 """
 
 from collections.abc import Sequence

@@ -5,11 +5,12 @@ from tilewright.ops.peer import Call, LibraryPeer
 
 
 def _liger(sample: Sample) -> Call | None:
-    from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction
+    from liger_kernel.transformers.relu_squared import LigerReLUSquared
 
     if len(sample.args) == 2:
         return None
-    return lambda: LigerReLUSquaredFunction.apply(*sample.args)
+    module = LigerReLUSquared()
+    return lambda: module(*sample.args)
 
 
 PEERS = (LibraryPeer("liger", "liger_kernel", _liger),)

@@ -242,7 +242,7 @@ def _launch(
 
 def split_backward(
     dgate: Tensor,
-    dup: Tensor,
+    dup: Tensor | None,
     dout: Tensor,
     gate: Tensor,
     up: Tensor | None,
@@ -250,7 +250,7 @@ def split_backward(
     config: Config,
     options: Options = PLAIN,
 ) -> None:
-    """Gradients of `split`; dup is not written where there is no up.   dout: (..., N)."""
+    """Gradients of `split`, dup None where there is no up.   dout: (..., N)."""
     if dout.is_contiguous() and gate.is_contiguous() and (up is None or up.is_contiguous()):
         _launch_backward(dgate, dup, dout, gate, up, (1, gate.numel()), (0, 0, 0, 0, 0), act, config, options)
         return
@@ -270,7 +270,7 @@ def packed_backward(dx: Tensor, dout: Tensor, x: Tensor, act: str, config: Confi
 
 def _launch_backward(
     dgate: Tensor,
-    dup: Tensor,
+    dup: Tensor | None,
     dout: Tensor,
     gate: Tensor,
     up: Tensor | None,

@@ -18,4 +18,5 @@ def launch(outs: tuple[Tensor], args: relu2.Relu2Args, config: Config) -> None:
 
 @register_kernel(relu2.BACKWARD, **TUNING)
 def launch_backward(outs: tuple[Tensor, Tensor], args: relu2.Relu2BackwardArgs, config: Config) -> None:
-    split_backward(*outs, args.dout, args.x, args.up, "relu2", config)
+    dx, dup = outs
+    split_backward(dx, None if args.up is None else dup, args.dout, args.x, args.up, "relu2", config)
