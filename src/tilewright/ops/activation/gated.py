@@ -3,6 +3,7 @@
 `packed` ops take x (..., 2N), the gate in the first half of the last dimension; `split` ops take gate and up (..., N).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Cost, Sample, Workload
+from tilewright.dispatch.arguments import as_float
 from tilewright.errors import InputError
 from tilewright.ops import rows
 
@@ -64,6 +66,15 @@ def check_approximate(op: str, approximate: str) -> None:
     """approximate is one of torch's two forms of GELU."""
     if approximate not in APPROXIMATIONS:
         raise InputError(f"{op}: approximate is {approximate!r}; allowed are 'tanh' and 'none'.")
+
+
+def as_limit(op: str, limit: float | None) -> float:
+    """The limit of the raw op of `swiglu`: 0 for none."""
+    if limit is None:
+        return 0.0
+    number: float = as_float(op, "limit", limit)
+    check_limit(op, number)
+    return 0.0 if number == math.inf else number
 
 
 def check_limit(op: str, limit: float) -> None:

@@ -1,6 +1,5 @@
 """SiLU gate of a gate and an up tensor, forward and backward."""
 
-import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,7 +14,7 @@ class SwigluArgs(NamedTuple):
     gate: Tensor  # (..., N)
     up: Tensor  # (..., N)
     gate_multiplier: float
-    limit: float  # inf: none
+    limit: float  # 0: none
 
 
 class SwigluBackwardArgs(NamedTuple):
@@ -23,7 +22,7 @@ class SwigluBackwardArgs(NamedTuple):
     gate: Tensor  # (..., N)
     up: Tensor  # (..., N)
     gate_multiplier: float
-    limit: float  # inf: none
+    limit: float  # 0: none
 
 
 @dispatch("swiglu")
@@ -32,7 +31,7 @@ def swiglu(
     up: Tensor,
     *,
     gate_multiplier: float = 1.0,
-    limit: float = math.inf,
+    limit: float | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -51,21 +50,21 @@ def swiglu(
     not above 0.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return call(CONTRACT, SwigluArgs(gate, up, gate_multiplier, limit), backend, out)
+    return call(CONTRACT, SwigluArgs(gate, up, gate_multiplier, gated.as_limit("swiglu", limit)), backend, out)
 
 
-def reference(gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, limit: float = math.inf) -> Tensor:
+def reference(gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, limit: float | None = None) -> Tensor:
     """Plain torch; equals the Hugging Face modules bit for bit."""
     if gate_multiplier != 1.0:
         gate = gate * gate_multiplier
-    if limit != math.inf:
+    if limit:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return gated.silu_mul(gate, up)
 
 
 def only_plain(args: "SwigluArgs | SwigluBackwardArgs") -> str | None:
     """Why a kernel of silu(gate) * up alone cannot run: the call has an option.  Else None."""
-    return None if args.gate_multiplier == 1.0 and args.limit == math.inf else "has no gate_multiplier and no limit"
+    return None if args.gate_multiplier == 1.0 and args.limit == 0.0 else "has no gate_multiplier and no limit"
 
 
 KERNELS = ("triton.gated", "cutile.gated", "cpu.gated")
@@ -103,7 +102,6 @@ BACKWARD = RawOp(
 def check(args: SwigluArgs) -> None:
     """Raise InputError for what the docstring of `swiglu` excludes."""
     gated.check_split("swiglu", args.gate, args.up)
-    gated.check_limit("swiglu", args.limit)
 
 
 def _backward_args(

@@ -24,7 +24,7 @@ def _product(run: Run, out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = Non
 
 def _activate(run: Run, out: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     if activation == "silu":
-        run(swiglu.FORWARD, out, *swiglu.SwigluArgs(gate, up, 1.0, math.inf))
+        run(swiglu.FORWARD, out, *swiglu.SwigluArgs(gate, up, 1.0, 0.0))
     elif activation == "relu2":
         run(relu2.FORWARD, out, *relu2.Relu2Args(gate, up))
     else:
@@ -35,7 +35,7 @@ def _activate_backward(
     run: Run, outs: tuple[Tensor, Tensor], dout: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> None:
     if activation == "silu":
-        run(swiglu.BACKWARD, outs, *swiglu.SwigluBackwardArgs(dout, gate, up, 1.0, math.inf))
+        run(swiglu.BACKWARD, outs, *swiglu.SwigluBackwardArgs(dout, gate, up, 1.0, 0.0))
     elif activation == "relu2":
         run(relu2.BACKWARD, outs, *relu2.Relu2BackwardArgs(dout, gate, up))
     else:
