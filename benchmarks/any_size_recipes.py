@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from any_size_activation import activation, activation_fp8, gated_mlp, relu2, swigluoai
 from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla, mla_decode
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
 from any_size_kvcache import kv_append, kv_block_table, kv_copy_pages, kv_gather, mla_kv_append, rope_kv_append
@@ -175,26 +176,6 @@ def groups_of_rows(draw: Draw, model: Model) -> Sizes | None:
     return Sizes("experts", {"G": model.experts, "M": m}, torch.int32, elements=model.experts * (m + 2))
 
 
-def inner(draw: Draw, model: Model) -> tuple[str, int]:
-    """(part, N) of an MLP, or of an expert."""
-    if model.experts and draw.chance(0.5):
-        return "expert", model.expert_intermediate
-    return "mlp", part_of(draw, model.intermediate)
-
-
-def activation(draw: Draw, model: Model) -> Sizes:
-    """Gate and up of an MLP."""
-    (part, n), m = inner(draw, model), tokens(draw)
-    return Sizes(part, {"M": m, "N": n}, floating(draw), 3 * m * n, trained=m >= TRAINING_ROWS)
-
-
-def activation_fp8(draw: Draw, model: Model) -> Sizes:
-    """The same with a float8 result."""
-    (part, n), m = inner(draw, model), tokens(draw)
-    options = draw.pick(({}, {}, {"ue8m0": True}))
-    return Sizes(part, {"M": m, "N": n, **options}, floating(draw), 3 * m * n)
-
-
 def softmax(draw: Draw, model: Model) -> Sizes:
     """Logits of a vocabulary, or of the experts."""
     part, n = ("router", model.experts) if model.experts and draw.chance(0.3) else ("vocabulary", model.vocab)
@@ -315,6 +296,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "fused_moe": (2, fused_moe),
     "fused_moe_fp8": (1, fused_moe),
     "fused_moe_bias": (1, fused_moe_bias),
+    "gated_mlp": (1, gated_mlp),
     "geglu": (1, activation),
     "gelu_and_mul": (1, activation),
     "greedy": (1, greedy),
@@ -346,6 +328,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "per_tensor_cast_to_fp8": (1, tensor_cast),
     "per_token_cast_to_fp8": (2, token_cast),
     "quantize_weight": (1, quantize_weight),
+    "relu2": (1, relu2),
     "rms_norm": (2, norm(2)),
     "rms_norm_fp8": (1, norm_fp8),
     "rms_norm_gated": (1, rms_norm_gated),
@@ -359,6 +342,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "splitk_reduce": (1, splitk_reduce),
     "swiglu": (1, activation),
     "swiglu_fp8": (1, activation_fp8),
+    "swigluoai_and_mul": (1, swigluoai),
     "top_k": (1, top_k),
     "topk_sigmoid": (1, topk_sigmoid),
     "topk_softmax": (1, topk_softmax),

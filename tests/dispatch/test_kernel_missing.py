@@ -17,7 +17,7 @@ def tries():
     calls = []
 
     @register_impl("swiglu", backend="unbundled")
-    def launch(outs, gate, up, *, config):
+    def launch(outs, gate, up, gate_multiplier, limit, *, config):
         calls.append(gate.shape)
         raise KernelMissingError("no kernel in the cache, and no compiler")
 
@@ -48,7 +48,7 @@ def test_several_backends_may_lack_their_kernels(tries):
     """Each plan leaves out all that were tried; the second once brought the first back, until the stack was full."""
 
     @register_impl("swiglu", backend="unbundled_too")
-    def launch(outs, gate, up, *, config):
+    def launch(outs, gate, up, gate_multiplier, limit, *, config):
         tries.append("too")
         raise KernelMissingError("no kernel in the cache, and no compiler")
 
@@ -64,11 +64,11 @@ def test_several_backends_may_lack_their_kernels(tries):
 def test_a_strict_wish_is_an_error(tries):
     raw = contract("swiglu").forward
     with pytest.raises(BackendError, match="no kernel in the cache"):
-        raw(torch.randn(3, 5), torch.randn(3, 5), "unbundled!", "default")
+        raw(torch.randn(3, 5), torch.randn(3, 5), 1.0, 0.0, "unbundled!", "default")
 
 
 def test_a_preference_falls_back_with_a_line(tries, caplog):
     raw = contract("swiglu").forward
     with caplog.at_level(logging.WARNING, logger="tilewright"):
-        raw(torch.randn(6, 5), torch.randn(6, 5), "unbundled", "default")
+        raw(torch.randn(6, 5), torch.randn(6, 5), 1.0, 0.0, "unbundled", "default")
     assert "falling back: swiglu[unbundled] no kernel in the cache" in caplog.text

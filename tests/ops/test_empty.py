@@ -38,6 +38,7 @@ ROWS = {
     "gelu_and_mul": (lambda x: F.gelu(halves(x)[0], approximate="tanh") * halves(x)[1], "p"),
     "swiglu": (lambda gate, up: F.silu(gate) * up, "mm"),
     "geglu": (lambda gate, up: F.gelu(gate, approximate="tanh") * up, "mm"),
+    "relu2": (lambda x: torch.square(F.relu(x)), "m"),
 }
 CASTS = {
     "per_token_cast_to_fp8": ({}, {"group": None}, {"packed": True}),

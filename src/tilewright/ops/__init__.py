@@ -13,10 +13,12 @@ from tilewright.ops import torch_ops
 if TYPE_CHECKING:
     from tilewright.ops.activation.geglu import geglu
     from tilewright.ops.activation.gelu_and_mul import gelu_and_mul
+    from tilewright.ops.activation.relu2 import relu2
     from tilewright.ops.activation.silu_and_mul import silu_and_mul
     from tilewright.ops.activation.silu_and_mul_fp8 import silu_and_mul_fp8
     from tilewright.ops.activation.swiglu import swiglu
     from tilewright.ops.activation.swiglu_fp8 import swiglu_fp8
+    from tilewright.ops.activation.swigluoai_and_mul import swigluoai_and_mul
     from tilewright.ops.attention.fmha import fmha
     from tilewright.ops.attention.fmha_decode import fmha_decode
     from tilewright.ops.attention.fmha_fp8 import fmha_fp8
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from tilewright.ops.attention.mla import mla
     from tilewright.ops.attention.mla_decode import mla_decode
     from tilewright.ops.gemm.bmm import bmm
+    from tilewright.ops.gemm.gated_mlp import gated_mlp
     from tilewright.ops.gemm.group_gemm import group_gemm
     from tilewright.ops.gemm.grouped_matmul import grouped_matmul
     from tilewright.ops.gemm.groups_of_rows import groups_of_rows
@@ -103,6 +106,7 @@ __all__ = [
     "fused_moe",
     "fused_moe_bias",
     "fused_moe_fp8",
+    "gated_mlp",
     "geglu",
     "gelu_and_mul",
     "greedy",
@@ -134,6 +138,7 @@ __all__ = [
     "per_tensor_cast_to_fp8",
     "per_token_cast_to_fp8",
     "quantize_weight",
+    "relu2",
     "rms_norm",
     "rms_norm_fp8",
     "rms_norm_gated",
@@ -147,6 +152,7 @@ __all__ = [
     "splitk_reduce",
     "swiglu",
     "swiglu_fp8",
+    "swigluoai_and_mul",
     "top_k",
     "topk_sigmoid",
     "topk_softmax",
@@ -156,10 +162,20 @@ __all__ = [
 ]
 
 _FAMILIES = {
-    "activation": ("geglu", "gelu_and_mul", "silu_and_mul", "silu_and_mul_fp8", "swiglu", "swiglu_fp8"),
+    "activation": (
+        "geglu",
+        "gelu_and_mul",
+        "relu2",
+        "silu_and_mul",
+        "silu_and_mul_fp8",
+        "swiglu",
+        "swiglu_fp8",
+        "swigluoai_and_mul",
+    ),
     "attention": ("fmha", "fmha_decode", "fmha_fp8", "fmha_paged", "fmha_varlen", "merge_states", "mla", "mla_decode"),
     "gemm": (
         "bmm",
+        "gated_mlp",
         "group_gemm",
         "grouped_matmul",
         "groups_of_rows",

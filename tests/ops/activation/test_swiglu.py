@@ -8,6 +8,10 @@ from tilewright.errors import InputError
 from tilewright.ops.activation.silu_and_mul import silu_and_mul
 from tilewright.ops.activation.swiglu import swiglu
 
+KERNEL = [
+    pytest.param("cpu", marks=pytest.mark.interp, id="interpreted"),
+    pytest.param("cuda", marks=pytest.mark.gpu, id="cuda"),
+]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,6 +44,40 @@ def test_a_gradient_that_is_not_needed_is_not_returned():
     swiglu(gate.requires_grad_(), up).sum().backward()
     assert gate.grad is not None
     assert up.grad is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_falcon_h1s_multiplier(dtype):
+    gate, up = torch.randn(2, 17, 96).to(dtype)
+    wanted = up * ACT2FN["silu"](gate * 0.3)
+    assert torch.equal(swiglu(gate, up, gate_multiplier=0.3), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_deepseek_v4s_clamp(dtype):
+    gate, up = (4 * torch.randn(2, 17, 96)).to(dtype)
+    wanted = ACT2FN["silu"](gate.clamp(max=3.1)) * up.clamp(min=-3.1, max=3.1)
+    assert torch.equal(swiglu(gate, up, limit=3.1), wanted)
+
+
+@pytest.mark.parametrize("options", [{"gate_multiplier": 0.3}, {"limit": 1.5}, {"gate_multiplier": -2.0, "limit": 1.5}])
+@pytest.mark.parametrize("device", KERNEL)
+def test_the_kernel_rounds_options_where_torch_does(device, options):
+    """Exponentials differ by an ULP before equal roundings: nearly all bits are the same, gradients' too."""
+    gate, up, dy = (2 * torch.randn(3, 9, 333, device=device)).bfloat16()
+    inputs = (gate.requires_grad_(), up.requires_grad_())
+    ours, theirs = (swiglu(*inputs, **options, backend=backend) for backend in ("triton", "torch"))
+    ours, theirs = ((y, *torch.autograd.grad(y, inputs, dy)) for y in (ours, theirs))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a == b).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("device", KERNEL)
+def test_an_infinite_gradient_beyond_the_limit_is_zero(device):
+    gate, up = (torch.tensor([v], device=device, requires_grad=True) for v in (9.0, -9.0))
+    y = swiglu(gate, up, limit=7.0, backend="triton")
+    y.backward(torch.tensor([torch.inf], device=device))
+    assert gate.grad.item() == up.grad.item() == 0.0
 
 
 def test_gate_and_up_of_different_shapes_are_refused():

@@ -3,6 +3,7 @@
 `packed` ops take x (..., 2N), the gate in the first half of the last dimension; `split` ops take gate and up (..., N).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Cost, Sample, Workload
+from tilewright.dispatch.arguments import as_float
 from tilewright.errors import InputError
 from tilewright.ops import rows
 
@@ -38,6 +40,12 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
+def swigluoai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of clamped gates and ups, every step rounded as in gpt-oss."""
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 # Checks.
 
 
@@ -60,6 +68,21 @@ def check_approximate(op: str, approximate: str) -> None:
         raise InputError(f"{op}: approximate is {approximate!r}; allowed are 'tanh' and 'none'.")
 
 
+def as_limit(op: str, limit: float | None) -> float:
+    """The limit of the raw op of `swiglu`: 0 for none."""
+    if limit is None:
+        return 0.0
+    number: float = as_float(op, "limit", limit)
+    check_limit(op, number)
+    return 0.0 if number == math.inf else number
+
+
+def check_limit(op: str, limit: float) -> None:
+    """limit leaves room for a gate."""
+    if not limit > 0:
+        raise InputError(f"{op}: limit is {limit}; needs a number above 0, or inf for no clamp of gate and up.")
+
+
 def packed_bucket(x: Tensor) -> rows.RowsBucket:
     """The bucket of x (..., 2N): rows, and the width of the result."""
     bucket = rows.rows_bucket(x)
@@ -70,18 +93,18 @@ def packed_bucket(x: Tensor) -> rows.RowsBucket:
 
 
 def _options(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: params[k] for k in ("approximate",) if k in params}
+    return {k: params[k] for k in ("approximate", "alpha", "limit", "interleaved", "gate_multiplier") if k in params}
 
 
 def packed_inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N, optional scale, approximate.  x is (M, 2N)."""
+    """params: M, N, optional scale, and the options of the op.  x is (M, 2N)."""
     shape = (params["M"], 2 * params["N"])
     x = rows.random_tensor(shape, dtype, device, rows.generator(seed), scale=params.get("scale", 1.0))
     return Sample((x,), _options(params))
 
 
 def split_inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N, optional scale, approximate, and halves=True for gate and up as views of one packed tensor."""
+    """params: as in `packed_inputs`, and halves=True for gate and up as views of one packed tensor."""
     (x,) = packed_inputs(params, dtype, device, seed).args
     gate, up = halves(x)
     if not params.get("halves", False):
@@ -168,4 +191,13 @@ def bad_approximate(*shapes: tuple[int, ...]) -> BadInput:
         "unknown approximation",
         lambda d: Sample(tuple(_ones(shape, d) for shape in shapes), {"approximate": "fast"}),
         "approximate is 'fast'; allowed are 'tanh' and 'none'",
+    )
+
+
+def no_room(*shapes: tuple[int, ...]) -> BadInput:
+    """A call on tensors of these shapes with a limit of 0."""
+    return BadInput(
+        "limit of 0",
+        lambda d: Sample(tuple(_ones(shape, d) for shape in shapes), {"limit": 0.0}),
+        "limit is 0.0; needs a number above 0",
     )

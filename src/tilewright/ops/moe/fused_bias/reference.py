@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.dispatch.derivatives import vjp
+from tilewright.ops.activation.gated import swigluoai
 from tilewright.ops.gemm.grouped.args import plain_grouped_args
 from tilewright.ops.gemm.grouped.reference import rows_product
 from tilewright.ops.moe import assignment, moe_align, moe_unpermute
@@ -37,8 +38,7 @@ def gated(both: Tensor, activation: str, interleaved: bool, alpha: float, limit:
         return F.silu(gate) * up
     if activation == "gelu":
         return F.gelu(gate, approximate="tanh") * up
-    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    return swigluoai(gate, up, alpha, limit)
 
 
 def experts_backward(args: FusedMoeBiasBackwardArgs) -> tuple[Tensor, ...]:

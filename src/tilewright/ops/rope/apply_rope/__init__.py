@@ -53,7 +53,9 @@ def apply_rope(
     backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
     Raises InputError for shapes or dtypes other than these.
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
-    Tables: `tilewright.ops.rope.tables`.
+    Tables: `tilewright.ops.rope.tables` for every rope_type of Hugging Face's models (default, linear, dynamic NTK,
+    YaRN, longrope, llama3, proportional), whole or partial; `tilewright.ops.rope.axes` for M-RoPE, patches of images
+    and positions of packed sequences.
     """
     return call(CONTRACT, ApplyRopeArgs(q, k, cos, sin, positions, interleaved, rotary_dim or 0), backend)
 

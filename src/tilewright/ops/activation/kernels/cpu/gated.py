@@ -58,7 +58,7 @@ def packed(out: Tensor, x: Tensor, act: str) -> None:
     _kernel(args, Params(x.dtype, act))
 
 
-@register_kernel(swiglu.FORWARD)
+@register_kernel(swiglu.FORWARD, why_not=swiglu.only_plain)
 def launch_swiglu(outs: tuple[Tensor], args: swiglu.SwigluArgs, config: None) -> None:
     split(outs[0], args.gate, args.up, "silu")
 

@@ -149,12 +149,12 @@ def _launch(kernel: CutileKernel, tensors: tuple[Tensor, ...], config: Config) -
 _TUNING = {"configure": configure, "config_type": Config, "configs": CONFIGS, "candidates": candidates}
 
 
-@register_kernel(swiglu.FORWARD, **_TUNING)
+@register_kernel(swiglu.FORWARD, why_not=swiglu.only_plain, **_TUNING)
 def launch_swiglu(outs: tuple[Tensor], args: swiglu.SwigluArgs, config: Config) -> None:
     split(outs[0], args.gate, args.up, config)
 
 
-@register_kernel(swiglu.BACKWARD, **_TUNING)
+@register_kernel(swiglu.BACKWARD, why_not=swiglu.only_plain, **_TUNING)
 def launch_swiglu_backward(outs: tuple[Tensor, Tensor], args: swiglu.SwigluBackwardArgs, config: Config) -> None:
     split_backward(*outs, args.dout, args.gate, args.up, config)
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.activation import silu_and_mul_fp8, swiglu_fp8
-from tilewright.ops.activation.kernels.triton.gated import activate, gated
+from tilewright.ops.activation.kernels.triton.activations import activate
+from tilewright.ops.activation.kernels.triton.gated import gated
 from tilewright.ops.quant.kernels.triton.numbers import as_stored, encode, inverse, magnitude, scale_of
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.rows import RowsBucket, as_rows

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.activation.kernels.triton.gated import activate
-from tilewright.ops.exponential import exp
+from tilewright.ops.activation.kernels.triton.activations import activate, clamped
 from tilewright.ops.moe.fused_bias.args import FusedMoeBiasArgs
 from tilewright.ops.moe.kernels.pipeline import Order
 from tilewright.ops.moe.kernels.triton.bias_steps import local_expert
@@ -52,23 +51,15 @@ def _gate_backward_kernel(
             up += tl.load(bias + expert * 2 * N + offs_up, mask=mask, other=0.0).to(tl.float32)
         dh = tl.load(dhidden + row * N + offs_n, mask=mask, other=0.0).to(tl.float32)
         if ACT == "swigluoai":
-            gate_passes, up_passes = gate <= limit, (up >= -limit) & (up <= limit)
-            gate = tl.where(gate > limit, limit, gate)
-            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
-            u = alpha * gate
-            e = exp(-tl.abs(u), PRECISE)
-            s, rest = tl.where(u >= 0, 1.0, e) / (1.0 + e), tl.where(u >= 0, e, 1.0) / (1.0 + e)
-            act = gate * s
-            slope = tl.where(gate_passes, s + u * s * rest, 0.0)
+            act, up, slope, gate_passes, up_passes = clamped(gate, up, alpha, limit, PRECISE)
         else:
             act, slope = activate(gate, ACT, PRECISE)
-            up_passes = up == up
         acc += act * up * dh
         dh *= weight
-        dup = dh * act
+        dgate, dup = dh * up * slope, dh * act
         if ACT == "swigluoai":
-            dup = tl.where(up_passes, dup, 0.0)
-        tl.store(dboth + offs_gate, (dh * up * slope).to(dtype), mask=mask)
+            dgate, dup = tl.where(gate_passes, dgate, 0.0), tl.where(up_passes, dup, 0.0)
+        tl.store(dboth + offs_gate, dgate.to(dtype), mask=mask)
         tl.store(dboth + offs_up, dup.to(dtype), mask=mask)
         tl.store(weighted + row * N + offs_n, (weight * act * up).to(dtype), mask=mask)
     if second_bias is not None:

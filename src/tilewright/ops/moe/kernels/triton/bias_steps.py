@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.activation.kernels.triton.gated import activate
-from tilewright.ops.exponential import exp
+from tilewright.ops.activation.kernels.triton.activations import activate, clamped
 from tilewright.ops.moe.fused_bias.args import FusedMoeBiasArgs
 from tilewright.ops.moe.kernels.pipeline import Order
 
@@ -51,12 +50,8 @@ def _gate_kernel(
         gate += tl.load(bias + offs_gate, mask=mask, other=0.0).to(tl.float32)
         up += tl.load(bias + offs_up, mask=mask, other=0.0).to(tl.float32)
     if ACT == "swigluoai":
-        # Comparisons rather than minima: NaN stays
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        u = alpha * gate
-        e = exp(-tl.abs(u), PRECISE)
-        value = (up + 1.0) * (gate * (tl.where(u >= 0, 1.0, e) / (1.0 + e)))
+        act, factor, _, _, _ = clamped(gate, up, alpha, limit, PRECISE)
+        value = factor * act
     else:
         act, _ = activate(gate, ACT, PRECISE)
         value = act * up

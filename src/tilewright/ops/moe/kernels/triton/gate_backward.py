@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.activation.kernels.triton.gated import activate
+from tilewright.ops.activation.kernels.triton.activations import activate
 from tilewright.ops.moe.kernels.pipeline import Order
 
 BLOCK_N = 1024

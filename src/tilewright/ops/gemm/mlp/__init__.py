@@ -1,0 +1,1 @@
+"""Parts of `gated_mlp`: arguments, the reference, the ops it is made of, problems."""
