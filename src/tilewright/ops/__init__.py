@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tilewright.ops.loss.jsd import jsd
     from tilewright.ops.loss.kl_div import kl_div
     from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
+    from tilewright.ops.loss.linear_jsd import linear_jsd
     from tilewright.ops.moe.fused_moe import fused_moe
     from tilewright.ops.moe.fused_moe_bias import fused_moe_bias
     from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
@@ -113,6 +114,7 @@ __all__ = [
     "kv_gather",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_jsd",
     "masked_matmul",
     "matmul",
     "merge_states",
@@ -163,7 +165,7 @@ _FAMILIES = {
         "splitk_reduce",
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
-    "loss": ("cross_entropy", "jsd", "kl_div", "linear_cross_entropy"),
+    "loss": ("cross_entropy", "jsd", "kl_div", "linear_cross_entropy", "linear_jsd"),
     "moe": (
         "fused_moe",
         "fused_moe_bias",

@@ -48,7 +48,7 @@ def test_trls_loss_and_gradient(reduction, beta, place):
 @everywhere
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
 def test_log_probabilities(beta, place):
-    """The gradient of a log-probability, as autograd's of torch's kl_div; that of logits follows through log_softmax."""
+    """The gradient of a log-probability is that of torch's kl_div; that of logits follows through log_softmax."""
     student, teacher = problem(place, 4, 19)
     logits = student.requires_grad_()
     q = F.log_softmax(logits, -1)

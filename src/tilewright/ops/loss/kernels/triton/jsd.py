@@ -1,8 +1,8 @@
 """Jensen-Shannon divergence in Triton: a program has a row of the student and one of the teacher.
 
-A row that fits in registers is read once.  For a longer one every lane keeps a running maximum and sum of both rows, and
-a second pass adds up the divergence.  The mixture m needs no sum of its own: with d = log q - log p, log m - log p is
-log(beta + (1 - beta) * e^d), or from the side of q where d is above 0, so that e never overflows.
+A row that fits in registers is read once.  For a longer one every lane keeps a running maximum and sum of both rows,
+and a second pass adds up the divergence.  The mixture m needs no sum of its own: with d = log q - log p, log m - log p
+is log(beta + (1 - beta) * e^d), or from the side of q where d is above 0, so that e^d never overflows.
 Backward: dx = (g - q * sum(g)) / temperature, g the gradient of log q; a program has a part of a row.
 
 Traffic: forward 4*M*V bytes at bf16, and as many for the second pass of long rows; backward 6*M*V.
@@ -39,7 +39,8 @@ def _of_columns(block: int) -> Config:
 
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
-    return _of_columns(triton.next_power_of_2(bucket.N) if bucket.N <= _HELD else 2048)
+    # eight columns a thread of a long row spill on sm_100
+    return _of_columns(triton.next_power_of_2(bucket.N)) if bucket.N <= _HELD else Config(1024, 8)
 
 
 def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> Config:
