@@ -36,6 +36,22 @@ def test_loss_and_gradients_of_all_logits(reduction, beta, chunk_rows):
     assert not theirs[0][::4].any()
 
 
+@pytest.mark.parametrize("reduction", ["batchmean", "sum", "none"])
+def test_cross_entropy_in_part(reduction):
+    given = problem()
+    options = {"reduction": reduction, "chunk_rows": 4}
+    loss = ops.linear_jsd(*given, hard_weight=0.3, **options)
+    hidden, weight, _, _, target, bias, _ = given
+    hard = F.cross_entropy(F.linear(hidden, weight, bias), target, reduction=reduction.removeprefix("batch"))
+    wanted = 0.7 * ops.linear_jsd(*given, **options) + 0.3 * hard
+    torch.testing.assert_close(loss, wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(ops.linear_jsd(*given, hard_weight=0.3, **options), wanted)
+    leaves, dloss = (hidden, weight, bias), torch.rand_like(loss)
+    made = [torch.autograd.grad(t, leaves, dloss) for t in (loss, wanted)]
+    torch.testing.assert_close(*made)
+
+
 def test_a_graph_of_the_gradient():
     given, made = problem(), []
     for function in (ops.linear_jsd, with_all_logits):
@@ -52,13 +68,20 @@ def test_one_graph():
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(wanted, leaves))
 
 
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_all_logits_never_exist(reduction):
+@pytest.mark.parametrize(("reduction", "hard_weight"), [("batchmean", 0.0), ("none", 0.0), ("sum", 0.5)])
+def test_all_logits_never_exist(reduction, hard_weight):
     """The gradients are smaller than two rows of logits here: what is larger than a chunk would be logits."""
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
     with Largest() as seen:
         ops.linear_jsd(
-            hidden, weight, hidden.detach() + 1, weight.detach(), chunk_rows=4, reduction=reduction
+            hidden,
+            weight,
+            hidden.detach() + 1,
+            weight.detach(),
+            torch.zeros(64, dtype=torch.int64),
+            hard_weight=hard_weight,
+            chunk_rows=4,
+            reduction=reduction,
         ).sum().backward()
     assert 0 < seen.bytes <= 4 * 1000 * 4
 

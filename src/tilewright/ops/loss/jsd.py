@@ -31,7 +31,7 @@ class JsdBackwardArgs(NamedTuple):
     teacher: Tensor  # (M, V)
     target: Tensor | None  # (M,)
     statistics: Tensor  # (M, 5)
-    count: Tensor  # ()
+    row_count: Tensor  # ()
     dloss: Tensor  # () or (M,)
     beta: float
     temperature: float
@@ -116,7 +116,7 @@ def _backward(args: JsdBackwardArgs) -> Tensor:
 
     def function(student: Tensor) -> Tensor:
         losses = divergence.row_losses(student, args.teacher, args.target, options)
-        return divergence.reduced(losses, args.count.detach(), student.shape[-1], options.reduction)
+        return divergence.reduced(losses, args.row_count.detach(), student.shape[-1], options.reduction)
 
     return vjp(function, (args.student,), (args.dloss,))[0]
 

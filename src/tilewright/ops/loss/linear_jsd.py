@@ -10,7 +10,7 @@ from tilewright.dispatch import Contract, Gradient, Promises, RawOp, call, dispa
 from tilewright.dispatch.arguments import as_int
 from tilewright.errors import InputError
 from tilewright.ops import rows
-from tilewright.ops.loss import divergence
+from tilewright.ops.loss import divergence, entropy
 from tilewright.ops.loss.linear import jsd_chunks, jsd_samples, one_pass
 from tilewright.ops.loss.linear.args import LinearBucket, gradient_outputs, linear_bucket
 from tilewright.ops.loss.linear.jsd_args import LinearJsdArgs, LinearJsdBackwardArgs, options_of
@@ -30,6 +30,7 @@ def linear_jsd(
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
+    hard_weight: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "batchmean",
     chunk_rows: int | None = None,
@@ -41,6 +42,8 @@ def linear_jsd(
     hidden: (..., H) bf16|fp16|fp32   weight: (V, H)   bias: (V,), of the student.
     teacher_hidden: (..., H_t)   teacher_weight: (V, H_t)   teacher_bias: (V,), of the teacher, whose H_t may differ.
     All of one dtype.   target: (...) int64|int32, of which only `ignore_index` is read; other options as in `jsd`.
+    hard_weight: 0 to 1; the loss is (1 - hard_weight) * jsd + hard_weight * cross entropy of the student, whose classes
+    are then those of target.   Not with reduction="mean", the mean over elements.
     Logits are rounded to the dtype of hidden, the divergence is computed in float32.   Returns float32: () or, for
     "none", (...).
     Gradients of hidden, weight and bias; the teacher has none, and is refused with requires_grad.   For a reduction to
@@ -64,8 +67,8 @@ def linear_jsd(
     if chunk_rows is not None and chunk < 1:
         raise InputError(f"{OP}: chunk_rows is {chunk_rows}; needs 1 or more, or None.")
     args = LinearJsdArgs(
-        hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias, beta, temperature, ignore_index,
-        reduction, chunk, need_dhidden=False, need_dweight=False, need_dbias=False,
+        hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias, beta, temperature, hard_weight,
+        ignore_index, reduction, chunk, need_dhidden=False, need_dweight=False, need_dbias=False,
     )  # fmt: skip
     if one_pass.suits(args):
         return one_pass.loss(CONTRACT, args, backend)
@@ -84,6 +87,7 @@ def reference(
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
+    hard_weight: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "batchmean",
     chunk_rows: int | None = None,
@@ -92,8 +96,8 @@ def reference(
     student, teacher = (t.reshape(-1, t.shape[-1]) for t in (hidden, teacher_hidden))
     flat = None if target is None else target.reshape(-1)
     args = LinearJsdArgs(
-        student, weight, teacher, teacher_weight, flat, bias, teacher_bias, beta, temperature, ignore_index, reduction,
-        0, need_dhidden=False, need_dweight=False, need_dbias=False,
+        student, weight, teacher, teacher_weight, flat, bias, teacher_bias, beta, temperature, hard_weight,
+        ignore_index, reduction, 0, need_dhidden=False, need_dweight=False, need_dbias=False,
     )  # fmt: skip
     loss = jsd_chunks.reference(args)[0]
     return loss.view(hidden.shape[:-1]) if reduction == "none" else loss
@@ -156,6 +160,14 @@ def check(args: LinearJsdArgs) -> None:
             raise InputError(f"{OP}: {name} is {tuple(tensors[name].shape)}; needs ({classes},), as weight has rows.")
     divergence.check_options(OP, options_of(args))
     divergence.check_targets(OP, args.target, tuple(hidden.shape[:1]), hidden.device)
+    if not 0 <= args.hard_weight <= 1:
+        raise InputError(f"{OP}: hard_weight is {args.hard_weight}; needs 0 to 1.")
+    if args.hard_weight:
+        if args.target is None:
+            raise InputError(f"{OP}: hard_weight is {args.hard_weight} without target. Pass the classes of the rows.")
+        if args.reduction == "mean":
+            raise InputError(f'{OP}: hard_weight has no mean over elements. Use reduction="batchmean".')
+        entropy.check_range(OP, args.target, classes, args.ignore_index)
     divergence.check_no_gradient(
         OP, teacher_hidden=teacher, teacher_weight=args.teacher_weight, teacher_bias=args.teacher_bias
     )
@@ -163,7 +175,7 @@ def check(args: LinearJsdArgs) -> None:
 
 def _raw_args(grads: Any, saved: Any, args: LinearJsdArgs, needs: Any) -> LinearJsdBackwardArgs:
     flags = bool(needs.hidden), bool(needs.weight), bool(needs.bias)
-    return LinearJsdBackwardArgs(*saved, grads[0], *args[7:12], *flags)  # type: ignore[call-arg]
+    return LinearJsdBackwardArgs(*saved, grads[0], *args[7:13], *flags)  # type: ignore[call-arg]
 
 
 CONTRACT = register(

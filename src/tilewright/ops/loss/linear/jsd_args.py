@@ -17,6 +17,7 @@ class LinearJsdArgs(NamedTuple):
     teacher_bias: Tensor | None  # (V,)
     beta: float
     temperature: float
+    hard_weight: float
     ignore_index: int
     reduction: str
     chunk_rows: int  # 0: by memory
@@ -33,10 +34,11 @@ class LinearJsdBackwardArgs(NamedTuple):
     target: Tensor | None  # (M,)
     bias: Tensor | None  # (V,)
     teacher_bias: Tensor | None  # (V,)
-    count: Tensor  # ()
+    row_count: Tensor  # ()
     dloss: Tensor  # () or (M,)
     beta: float
     temperature: float
+    hard_weight: float
     ignore_index: int
     reduction: str
     chunk_rows: int

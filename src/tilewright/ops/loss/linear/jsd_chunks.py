@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch.derivatives import vjp
+from tilewright.ops import rows
 from tilewright.ops.gemm.dense.args import matmul_args
 from tilewright.ops.gemm.dense.reference import product
-from tilewright.ops.loss import divergence, jsd
-from tilewright.ops.loss.jsd import JsdArgs, JsdBackwardArgs
+from tilewright.ops.loss import cross_entropy, divergence, entropy, jsd
+from tilewright.ops.loss.arguments import CrossEntropyArgs
+from tilewright.ops.loss.in_place import IN_PLACE, InPlaceArgs
+from tilewright.ops.loss.jsd import JsdArgs
 from tilewright.ops.loss.linear.chunks import Gradients, Run, logits_of, rows_of_chunk
 from tilewright.ops.loss.linear.jsd_args import LinearJsdArgs, LinearJsdBackwardArgs, options_of
 
@@ -34,11 +37,44 @@ def _chunks(run: Run, args: Args) -> Iterator[tuple[slice, JsdArgs]]:
         yield chunk, JsdArgs(of_student, of_teacher, target, *options)
 
 
-def _differentiate(run: Run, args: JsdArgs, statistics: Tensor, count: Tensor, dloss: Tensor, reduction: str) -> Tensor:
-    """The gradient of a chunk, over the student's logits."""
-    arguments = JsdBackwardArgs(*args[:3], statistics, count, dloss, *args[3:])._replace(reduction=reduction)
-    run(jsd.BACKWARD, args.student, *arguments)
-    return args.student
+def _of_rows(args: Args, count: Tensor, dloss: Tensor) -> Tensor:
+    """The gradient of the loss of each row, from that of the loss."""
+    if args.reduction == "none":
+        return dloss
+    return divergence.reduced(dloss, count, args.weight.shape[0], args.reduction).repeat(args.hidden.shape[0])
+
+
+def _hard_options(args: Args) -> entropy.Options:
+    return entropy.Options(args.ignore_index, 0.0, 0.0, 0.0, "none")
+
+
+def _mixed(args: Args, soft: Tensor, hard: Tensor) -> Tensor:
+    return (1 - args.hard_weight) * soft + args.hard_weight * hard
+
+
+def _differentiate(run: Run, args: Args, chunk: JsdArgs, statistics: Tensor, dlosses: Tensor) -> Tensor | None:
+    """Write the gradient of a chunk over the student's logits.   Returns the cross entropy of its rows, if wanted."""
+    soft, hard = dlosses * (1 - args.hard_weight), dlosses * args.hard_weight
+    out = chunk.teacher if args.hard_weight else chunk.student
+    unused = statistics.new_empty(())
+    run(jsd.BACKWARD, out, *chunk[:3], statistics, unused, soft, *chunk[3:])
+    if chunk.target is None or not args.hard_weight:
+        return None
+    losses, lse = torch.empty_like(hard), torch.empty_like(hard)
+    run(IN_PLACE, (losses, lse), *InPlaceArgs(chunk.student, chunk.target, None, hard, None, *_hard_options(args)))
+    chunk.student.add_(chunk.teacher)
+    return losses
+
+
+def _cross_entropy(run: Run, args: Args, chunk: JsdArgs) -> Tensor | None:
+    if chunk.target is None or not args.hard_weight:
+        return None
+    dtype = rows.accumulate_dtype(chunk.student.dtype)
+    losses, lse, rest = (chunk.student.new_empty(chunk.target.shape, dtype=dtype) for _ in range(3))
+    totals = losses.new_empty((entropy.TOTALS,))
+    arguments = CrossEntropyArgs(chunk.student, chunk.target, None, *_hard_options(args))
+    run(cross_entropy.FORWARD, (losses, lse, rest, totals), *arguments)
+    return losses
 
 
 def forward(run: Run, outs: Sequence[Tensor], args: LinearJsdArgs) -> None:
@@ -46,13 +82,19 @@ def forward(run: Run, outs: Sequence[Tensor], args: LinearJsdArgs) -> None:
     loss, count, *outs_of_gradients = outs
     wanted = args.need_dhidden or args.need_dweight or args.need_dbias
     count.copy_(divergence.count_of(args.hidden, args.target, options_of(args)))
-    losses = loss.new_empty(args.hidden.shape[:1])
-    one, unused, gradients = torch.ones_like(count), torch.empty_like(count), Gradients(run, args, outs_of_gradients)
+    losses, unused = loss.new_empty(args.hidden.shape[:1]), torch.empty_like(count)
+    gradients, dlosses = Gradients(run, args, outs_of_gradients), _of_rows(args, count, torch.ones_like(loss))
     for chunk, arguments in _chunks(run, args):
-        statistics = losses.new_empty((chunk.stop - chunk.start, divergence.STATISTICS))
-        run(jsd.FORWARD, (losses[chunk], statistics, unused), *arguments)
+        soft = losses[chunk]
+        statistics = soft.new_empty((*soft.shape, divergence.STATISTICS))
+        run(jsd.FORWARD, (soft, statistics, unused), *arguments)
         if wanted:
-            gradients.add(chunk, _differentiate(run, arguments, statistics, count, one, args.reduction))
+            hard = _differentiate(run, args, arguments, statistics, dlosses[chunk])
+            gradients.add(chunk, arguments.student)
+        else:
+            hard = _cross_entropy(run, args, arguments)
+        if hard is not None:
+            soft.copy_(_mixed(args, soft, hard))
     loss.copy_(divergence.reduced(losses, count, args.weight.shape[0], args.reduction))
     if wanted:
         gradients.finish()
@@ -60,13 +102,14 @@ def forward(run: Run, outs: Sequence[Tensor], args: LinearJsdArgs) -> None:
 
 def backward(run: Run, outs: Sequence[Tensor], args: LinearJsdBackwardArgs) -> None:
     """The gradients, from logits that are computed again."""
-    gradients, unused = Gradients(run, args, outs), torch.empty_like(args.count)
+    gradients, unused = Gradients(run, args, outs), torch.empty_like(args.row_count)
+    every = _of_rows(args, args.row_count, args.dloss)
     for chunk, arguments in _chunks(run, args):
-        losses = args.count.new_empty((chunk.stop - chunk.start,))
-        statistics = losses.new_empty((chunk.stop - chunk.start, divergence.STATISTICS))
-        run(jsd.FORWARD, (losses, statistics, unused), *arguments)
-        dloss = args.dloss[chunk] if args.reduction == "none" else args.dloss
-        gradients.add(chunk, _differentiate(run, arguments, statistics, args.count, dloss, args.reduction))
+        dlosses = every[chunk]
+        statistics = dlosses.new_empty((*dlosses.shape, divergence.STATISTICS))
+        run(jsd.FORWARD, (torch.empty_like(dlosses), statistics, unused), *arguments)
+        _differentiate(run, args, arguments, statistics, dlosses)
+        gradients.add(chunk, arguments.student)
     gradients.finish()
 
 
@@ -75,7 +118,11 @@ def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, args: Args) -> tu
     teacher = product(
         matmul_args(args.teacher_hidden, args.teacher_weight.mT, args.teacher_bias, None, None, 1.0, None)
     )
-    return divergence.forward(student, teacher, args.target, options_of(args))
+    losses = divergence.row_losses(student, teacher, args.target, options_of(args))
+    if args.target is not None and args.hard_weight:
+        losses = _mixed(args, losses, entropy.row_losses(student, args.target, None, _hard_options(args))[0])
+    count = divergence.count_of(student, args.target, options_of(args))
+    return divergence.reduced(losses, count, student.shape[1], args.reduction), count
 
 
 def _gradients(args: Args, dloss: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Cost, Sample, Workload
 from tilewright.ops import rows
 
-_OPTIONS = ("beta", "temperature", "reduction", "ignore_index", "chunk_rows")
+_OPTIONS = ("beta", "temperature", "hard_weight", "reduction", "ignore_index", "chunk_rows")
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
@@ -59,6 +59,7 @@ EDGE_CASES = (
         "batch: a loss for each row, KL(student || teacher)",
         {**_SMALL, "beta": 1.0, "batch": 2, "reduction": "none", "chunk_rows": 4, "ignored": 0.3},
     ),
+    Workload("hard: cross entropy in part", {**_SMALL, "hard_weight": 0.3, "ignored": 0.3, "chunk_rows": 4}),
     Workload("empty: no rows", {"M": 0, "N": 40, "K": 24, "reduction": "sum"}),
 )
 
@@ -84,5 +85,7 @@ BAD_INPUTS = (
     _bad("a bias of columns", r"teacher_bias is \(8,\); needs \(6,\)", teacher_bias=torch.ones(8)),
     _bad("too few targets", r"target is \(3,\); needs \(4,\)", target=torch.zeros(3, dtype=torch.int64)),
     _bad("no such reduction", "reduction is 'max'", reduction="max"),
+    _bad("a hard loss without classes", "hard_weight is 0.5 without target", hard_weight=0.5),
+    _bad("a hard weight above 1", "hard_weight is 2.0; needs 0 to 1", hard_weight=2.0),
     _bad("no rows in a chunk", "chunk_rows is 0; needs 1 or more", chunk_rows=0),
 )

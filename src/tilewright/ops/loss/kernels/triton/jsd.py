@@ -238,7 +238,7 @@ def launch_backward(outs: tuple[Tensor], args: JsdBackwardArgs, config: Config) 
     m, n = student.shape
     parts = -(-n // config.block)
     parameters = (
-        dx, student, teacher, args.count if target is None else target, args.statistics.contiguous(), args.count,
+        dx, student, teacher, args.row_count if target is None else target, args.statistics.contiguous(), args.row_count,
         dloss, n, parts, dx.stride(0), student.stride(0), teacher.stride(0), options.ignore_index,
         1 / options.temperature, options.beta, 1 / n if options.reduction == "mean" else 1.0,
     )  # fmt: skip
