@@ -235,11 +235,12 @@ def launch_backward(outs: tuple[Tensor], args: JsdBackwardArgs, config: Config) 
     (dx,) = outs
     student, teacher, options = as_rows(args.student), as_rows(args.teacher), Options(*args[6:])
     target, dloss = None if args.target is None else args.target.contiguous(), args.dloss.contiguous()
+    count = args.row_count
     m, n = student.shape
     parts = -(-n // config.block)
     parameters = (
-        dx, student, teacher, args.row_count if target is None else target, args.statistics.contiguous(), args.row_count,
-        dloss, n, parts, dx.stride(0), student.stride(0), teacher.stride(0), options.ignore_index,
+        dx, student, teacher, count if target is None else target, args.statistics.contiguous(), count, dloss,
+        n, parts, dx.stride(0), student.stride(0), teacher.stride(0), options.ignore_index,
         1 / options.temperature, options.beta, 1 / n if options.reduction == "mean" else 1.0,
     )  # fmt: skip
     is_mean = options.reduction in ("mean", "batchmean")
