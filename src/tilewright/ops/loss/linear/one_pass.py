@@ -66,9 +66,8 @@ class _OnePass(Function):
             names = ("hidden", "weight") if args.bias is None else ("hidden", "weight", "bias")
 
             def function(*given: Tensor) -> Tensor:
-                result: Tensor = ctx.contract.forward.reference(*args._replace(**dict(zip(names, given, strict=True))))[
-                    0
-                ]
+                others = args._replace(**dict(zip(names, given, strict=True)))
+                result: Tensor = ctx.contract.forward.reference(*others)[0]
                 return result
 
             results = vjp(function, [getattr(args, name) for name in names], (dloss,))
