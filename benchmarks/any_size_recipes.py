@@ -265,14 +265,6 @@ def linear_cross_entropy(draw: Draw, model: Model) -> Sizes | None:
     return Sizes("lm_head", sizes, half(draw), trained=m >= TRAINING_ROWS, **product_cost(m, model.vocab, model.hidden))
 
 
-def linear_jsd(draw: Draw, model: Model) -> Sizes | None:
-    """The last layers of a student and of a teacher of its size, and their divergence."""
-    m = min(tokens(draw), 4096)
-    sizes = {"M": m, "N": model.vocab, "K": model.hidden}
-    cost = product_cost(m, model.vocab, 2 * model.hidden)
-    return Sizes("lm_head", sizes, half(draw), trained=m >= TRAINING_ROWS, **cost)
-
-
 def apply_rope(draw: Draw, model: Model) -> Sizes:
     """Queries and keys of a batch, of decoding, or of packed sequences with positions."""
     heads = part_of(draw, model.heads)
@@ -369,7 +361,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "kv_gather": (1, kv_gather),
     "layer_norm": (1, layer_norm),
     "linear_cross_entropy": (1, linear_cross_entropy),
-    "linear_jsd": (1, linear_jsd),
+    "linear_jsd": (1, linear_cross_entropy),
     "masked_matmul": (2, masked_matmul),
     "matmul": (6, matmul),
     "merge_states": (1, merge_states),

@@ -57,10 +57,12 @@ def linear_jsd(
     shape: tuple[int, ...] | None = None
     if isinstance(hidden, Tensor) and isinstance(teacher_hidden, Tensor) and hidden.dim() not in (0, 2):
         shape = tuple(hidden.shape[:-1])
-        for name, t, given in (("teacher_hidden", teacher_hidden, teacher_hidden.shape[:-1]), ("target", target, None)):
-            got = tuple(t.shape if given is None else given) if isinstance(t, Tensor) else shape
-            if got != shape:
-                raise InputError(f"{OP}: {name} has rows {got}; needs {shape}, as hidden.")
+        leading = {"teacher_hidden": tuple(teacher_hidden.shape[:-1])}
+        if isinstance(target, Tensor):
+            leading["target"] = tuple(target.shape)
+        for name, rows_of in leading.items():
+            if rows_of != shape:
+                raise InputError(f"{OP}: {name} has rows {rows_of}; needs {shape}, as hidden.")
         hidden, teacher_hidden = (t.reshape(-1, t.shape[-1]) for t in (hidden, teacher_hidden))
         target = target.reshape(-1) if isinstance(target, Tensor) else target
     chunk = 0 if chunk_rows is None else as_int(OP, "chunk_rows", chunk_rows)

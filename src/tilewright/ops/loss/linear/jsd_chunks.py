@@ -80,7 +80,7 @@ def _cross_entropy(run: Run, args: Args, chunk: JsdArgs) -> Tensor | None:
 def forward(run: Run, outs: Sequence[Tensor], args: LinearJsdArgs) -> None:
     """Loss and count of rows, and the gradients that are wanted."""
     loss, count, *outs_of_gradients = outs
-    wanted = args.need_dhidden or args.need_dweight or args.need_dbias
+    with_gradients = args.need_dhidden or args.need_dweight or args.need_dbias
     count.copy_(divergence.count_of(args.hidden, args.target, options_of(args)))
     losses, unused = loss.new_empty(args.hidden.shape[:1]), torch.empty_like(count)
     gradients, dlosses = Gradients(run, args, outs_of_gradients), _of_rows(args, count, torch.ones_like(loss))
@@ -88,7 +88,7 @@ def forward(run: Run, outs: Sequence[Tensor], args: LinearJsdArgs) -> None:
         soft = losses[chunk]
         statistics = soft.new_empty((*soft.shape, divergence.STATISTICS))
         run(jsd.FORWARD, (soft, statistics, unused), *arguments)
-        if wanted:
+        if with_gradients:
             hard = _differentiate(run, args, arguments, statistics, dlosses[chunk])
             gradients.add(chunk, arguments.student)
         else:
@@ -96,7 +96,7 @@ def forward(run: Run, outs: Sequence[Tensor], args: LinearJsdArgs) -> None:
         if hard is not None:
             soft.copy_(_mixed(args, soft, hard))
     loss.copy_(divergence.reduced(losses, count, args.weight.shape[0], args.reduction))
-    if wanted:
+    if with_gradients:
         gradients.finish()
 
 

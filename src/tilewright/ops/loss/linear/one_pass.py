@@ -65,8 +65,8 @@ class _OnePass(Function):
             args = ctx.args._replace(**dict(zip(ctx.names, tensors, strict=True)))
             names = ("hidden", "weight") if args.bias is None else ("hidden", "weight", "bias")
 
-            def function(*given: Tensor) -> Tensor:
-                others = args._replace(**dict(zip(names, given, strict=True)))
+            def function(*inputs: Tensor) -> Tensor:
+                others = args._replace(**dict(zip(names, inputs, strict=True)))
                 result: Tensor = ctx.contract.forward.reference(*others)[0]
                 return result
 

@@ -63,7 +63,7 @@ BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(1, n), torc
 
 @triton.jit
 def _divergence(q_log, p_log, mask, beta, KIND: tl.constexpr, LOG_PROBS: tl.constexpr, PRECISE: tl.constexpr):
-    """Of some classes: their terms of the divergence, q, and the gradient of log q, without what a softmax cancels."""
+    """Terms of the divergence of some classes, q, and the gradient of log q, without what a softmax cancels."""
     q, p = exp(q_log, PRECISE), exp(p_log, PRECISE)
     has_q, has_p = q_log != float("-inf"), p_log != float("-inf")
     d = tl.where(has_q | has_p, q_log - p_log, 0.0)
