@@ -19,7 +19,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     m, n, k, g = params["M"], params["N"], params["K"], rows.generator(seed + 1)
     shape, k_t = (params["batch"], m) if "batch" in params else (m,), params.get("K_t", k)
     hidden, teacher = (rows.random_tensor((*shape, c), dtype, device, rows.generator(seed + c)) for c in (k, k_t))
-    weight, teacher_weight = (rows.random_tensor((n, c), dtype, device, g, 2.0 * c**-0.5) for c in (k, k_t))
+    weight, teacher_weight = (rows.random_tensor((n, c), dtype, device, g, 2.0 * max(1, c) ** -0.5) for c in (k, k_t))
     kwargs = {name: params[name] for name in _OPTIONS if name in params}
     if params.get("bias"):
         kwargs |= {name: rows.random_tensor((n,), dtype, device, g) for name in ("bias", "teacher_bias")}

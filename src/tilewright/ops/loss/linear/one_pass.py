@@ -59,7 +59,7 @@ class _OnePass(Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         dhidden, dweight, dbias, *tensors = ctx.saved_tensors  # once: a checkpoint allows no more
-        gradients: tuple[Tensor | None, ...] = dhidden, dweight, dbias
+        gradients: tuple[Any, ...] = dhidden, dweight, dbias
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # a graph of the gradient is wanted
             args = ctx.args._replace(**dict(zip(ctx.names, tensors, strict=True)))
