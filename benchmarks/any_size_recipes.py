@@ -207,6 +207,20 @@ def cross_entropy(draw: Draw, model: Model) -> Sizes | None:
     return Sizes("vocabulary", params, floating(draw), 2 * m * model.vocab, trained=m >= TRAINING_ROWS)
 
 
+def jsd(draw: Draw, model: Model) -> Sizes | None:
+    """The divergence of a student's logits from a teacher's, also forward and reverse, and in part ignored."""
+    m = tokens(draw)
+    params = {"M": m, "N": model.vocab, "beta": draw.pick((0.0, 0.5, 1.0)), **draw.pick(({}, {"ignored": 0.3}))}
+    return Sizes("vocabulary", params, floating(draw), 4 * m * model.vocab, trained=m >= TRAINING_ROWS)
+
+
+def kl_div(draw: Draw, model: Model) -> Sizes | None:
+    """The divergence of log-probabilities over a vocabulary."""
+    m = tokens(draw)
+    params = {"M": m, "N": model.vocab, "reduction": "batchmean", "log_target": draw.pick((False, True))}
+    return Sizes("vocabulary", params, floating(draw), 4 * m * model.vocab, trained=m >= TRAINING_ROWS)
+
+
 def linear_cross_entropy(draw: Draw, model: Model) -> Sizes | None:
     """The last layer and its loss."""
     m = min(tokens(draw), 8192)
@@ -304,13 +318,16 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "group_norm": (1, group_norm),
     "grouped_matmul": (3, grouped_matmul),
     "groups_of_rows": (1, groups_of_rows),
+    "jsd": (1, jsd),
     "k_grouped_matmul": (1, k_grouped_matmul),
+    "kl_div": (1, kl_div),
     "kv_append_": (2, kv_append),
     "kv_block_table": (1, kv_block_table),
     "kv_copy_pages_": (1, kv_copy_pages),
     "kv_gather": (1, kv_gather),
     "layer_norm": (1, layer_norm),
     "linear_cross_entropy": (1, linear_cross_entropy),
+    "linear_jsd": (1, linear_cross_entropy),
     "log_softmax": (1, softmax),
     "logsumexp": (1, softmax),
     "masked_matmul": (2, masked_matmul),

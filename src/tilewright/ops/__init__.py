@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from tilewright.ops.kvcache.mla_kv_append_ import mla_kv_append_
     from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
     from tilewright.ops.loss.cross_entropy import cross_entropy
+    from tilewright.ops.loss.jsd import jsd
+    from tilewright.ops.loss.kl_div import kl_div
     from tilewright.ops.loss.linear_cross_entropy import linear_cross_entropy
+    from tilewright.ops.loss.linear_jsd import linear_jsd
     from tilewright.ops.moe.fused_moe import fused_moe
     from tilewright.ops.moe.fused_moe_bias import fused_moe_bias
     from tilewright.ops.moe.fused_moe_fp8 import fused_moe_fp8
@@ -114,13 +117,16 @@ __all__ = [
     "group_norm",
     "grouped_matmul",
     "groups_of_rows",
+    "jsd",
     "k_grouped_matmul",
+    "kl_div",
     "kv_append_",
     "kv_block_table",
     "kv_copy_pages_",
     "kv_gather",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_jsd",
     "log_softmax",
     "logsumexp",
     "masked_matmul",
@@ -187,7 +193,7 @@ _FAMILIES = {
         "splitk_reduce",
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
-    "loss": ("cross_entropy", "linear_cross_entropy"),
+    "loss": ("cross_entropy", "jsd", "kl_div", "linear_cross_entropy", "linear_jsd"),
     "moe": (
         "fused_moe",
         "fused_moe_bias",

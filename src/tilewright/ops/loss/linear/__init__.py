@@ -1,1 +1,1 @@
-"""The parts of `linear_cross_entropy`."""
+"""The parts of losses of a linear layer."""

@@ -54,7 +54,7 @@ class LinearBucket(NamedTuple):
     H: int
 
 
-def linear_bucket(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) -> LinearBucket:
+def linear_bucket(args: Any) -> LinearBucket:
     """The bucket of a call."""
     classes, depth = args.weight.shape
     return LinearBucket(row_bucket(args.hidden.shape[0]), max(1, hint(classes)), max(1, hint(depth)))
@@ -65,7 +65,7 @@ def options_of(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) ->
     return Options(args.ignore_index, args.label_smoothing, args.z_loss, args.softcap, args.reduction)
 
 
-def gradient_outputs(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) -> tuple[Any, ...]:
+def gradient_outputs(args: Any) -> tuple[Any, ...]:
     """Shapes and dtypes of dhidden, dweight, dbias; (0,) for those that are not wanted."""
     hidden, weight, bias = args.hidden, args.weight, args.bias
     return (

@@ -4,6 +4,7 @@ What is held beside arguments, gradients and a few numbers for each row is one c
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +43,15 @@ def _chunks(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) -> It
         yield slice(begin, end), logits[: end - begin]
 
 
-def _logits(run: Run, out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def logits_of(run: Run, out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Write hidden @ weight^T + bias."""
     run(matmul.FORWARD, out, *matmul_args(hidden, weight.mT, bias, None, None, 1.0, None))
 
 
-class _Gradients:
-    """dhidden, dweight and dbias, to which chunks add."""
+class Gradients:
+    """dhidden, dweight and dbias of arguments that name hidden, weight and bias, to which chunks add."""
 
-    def __init__(self, run: Run, args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs, outs: Sequence[Tensor]):
+    def __init__(self, run: Run, args: Any, outs: Sequence[Tensor]):
         self.run, self.args, self.outs = run, args, outs
         self.dbias: Tensor | None = None
         self.begun = False
@@ -88,7 +90,7 @@ def forward(run: Run, outs: Sequence[Tensor], args: LinearCrossEntropyArgs) -> N
     plain = options._replace(z_loss=0.0, reduction="none")
     losses, rest, unused = torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(totals)
     for chunk, logits in _chunks(args):
-        _logits(run, logits, args.hidden[chunk], args.weight, args.bias)
+        logits_of(run, logits, args.hidden[chunk], args.weight, args.bias)
         arguments = CrossEntropyArgs(logits, args.target[chunk], args.class_weight, *plain)
         run(cross_entropy.FORWARD, (losses[chunk], lse[chunk], rest[chunk], unused), *arguments)
     loss.copy_(entropy.reduced(losses, lse, totals, options))
@@ -98,10 +100,10 @@ def _with_gradients(
     run: Run, loss: Tensor, lse: Tensor, totals: Tensor, outs: Sequence[Tensor], args: LinearCrossEntropyArgs
 ) -> None:
     """The loss of a chunk and its gradient in one launch; reductions other than "none"."""
-    sums, gradients = torch.empty_like(loss), _Gradients(run, args, outs)
+    sums, gradients = torch.empty_like(loss), Gradients(run, args, outs)
     loss.zero_()
     for chunk, logits in _chunks(args):
-        _logits(run, logits, args.hidden[chunk], args.weight, args.bias)
+        logits_of(run, logits, args.hidden[chunk], args.weight, args.bias)
         arguments = InPlaceArgs(logits, args.target[chunk], args.class_weight, None, totals, *options_of(args))
         run(IN_PLACE, (sums, lse[chunk]), *arguments)
         loss += sums
@@ -111,10 +113,10 @@ def _with_gradients(
 
 def backward(run: Run, outs: Sequence[Tensor], args: LinearCrossEntropyBackwardArgs) -> None:
     """The gradients, from logits that are computed again."""
-    gradients = _Gradients(run, args, outs)
+    gradients = Gradients(run, args, outs)
     of_rows = args.reduction == "none"
     for chunk, logits in _chunks(args):
-        _logits(run, logits, args.hidden[chunk], args.weight, args.bias)
+        logits_of(run, logits, args.hidden[chunk], args.weight, args.bias)
         dloss = args.dloss[chunk] if of_rows and args.dloss is not None else args.dloss
         dlse = None if args.dlse is None else args.dlse[chunk]
         arguments = CrossEntropyBackwardArgs(

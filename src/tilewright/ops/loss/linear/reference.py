@@ -16,11 +16,6 @@ def _loss(
     return entropy.forward(logits, args.target, args.class_weight, options_of(args))
 
 
-def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, args: LinearCrossEntropyArgs) -> Tensor:
-    """The loss of these tensors, which autograd differentiates; other arguments are those of `args`."""
-    return _loss(hidden, weight, bias, args)[0]
-
-
 def _gradients(
     args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs, dloss: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
