@@ -19,15 +19,16 @@ FLOATS = {"eps": 0.5, "offset": 1.0, "alpha": 0.5, "scale": 0.5, "softcap": 2.0}
 FLOATS |= {"limit": 0.5}
 FLOATS |= {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition": 0.5, "presence": 0.5, "frequency": 0.5}
 FLOATS |= {"label_smoothing": 0.5, "z_loss": 0.5}
+FLOATS |= {"lr": 0.5, "weight_decay": 0.5, "norm_type": 2.0}
 SIZES = {
     "k": 3, "top_k": 3, "rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1,
     "tokens": 6, "page_size": 16, "max_pages": 8, "num_experts": 64, "n_group": 2, "topk_group": 1, "d_v": 32,
     "ignore_index": 3, "chunk_rows": 3,
 }  # fmt: skip
-RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize"}  # kernels are told of these
+RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize", "maximize"}  # kernels are told of these
 # Python branches on the others: by their truth
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}
-OTHER = {"dropout", "x"}  # must be 0; a tensor
+OTHER = {"dropout", "x", "betas"}  # must be 0; a tensor; two numbers
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interp)]
 
 

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from tilewright.ops.norm.layer_norm import layer_norm
     from tilewright.ops.norm.rms_norm import rms_norm
     from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
+    from tilewright.ops.optim.adamw import adamw
+    from tilewright.ops.optim.grad_norm import grad_norm
     from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
     from tilewright.ops.quant.dequantize import dequantize
     from tilewright.ops.quant.dequantize_blocks import dequantize_blocks
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
 
 __all__ = [
+    "adamw",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "apply_penalties",
@@ -98,6 +101,7 @@ __all__ = [
     "fused_moe_fp8",
     "geglu",
     "gelu_and_mul",
+    "grad_norm",
     "greedy",
     "group_gemm",
     "grouped_matmul",
@@ -171,6 +175,7 @@ _FAMILIES = {
         "topk_softmax",
     ),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
+    "optim": ("adamw", "grad_norm"),
     "quant": (
         "cast_to_blocks",
         "dequantize",

@@ -68,18 +68,24 @@ def least(min_p: Tensor) -> Tensor:
 
 
 def philox(seeds: Tensor, positions: Tensor, stream: int) -> tuple[Tensor, Tensor]:
-    """Two random integers of 31 bits for each (seed, position): Philox 4x32 with 10 rounds, key seed, counter
-    (position, stream).
+    """Two random integers of 31 bits for each (seed, position): the first words of Philox, without their last bits."""
+    first, second, _, _ = philox_words(seeds, positions, torch.full_like(positions, stream))
+    return first >> 1, second >> 1
+
+
+def philox_words(seeds: Tensor, positions: Tensor, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random integers of 32 bits for each position: Philox 4x32 with 10 rounds, key seed, counter (position,
+    stream).
     """
     mask = 0xFFFFFFFF
     k0, k1 = seeds & mask, (seeds >> 32) & mask
     c0, c1 = positions & mask, (positions >> 32) & mask
-    c2, c3 = torch.full_like(c0, stream), torch.zeros_like(c0)
+    c2, c3 = streams & mask, torch.zeros_like(c0)
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # their 64 bits are right, as signed numbers too
         c0, c1, c2, c3 = ((b >> 32) & mask) ^ c1 ^ k0, b & mask, ((a >> 32) & mask) ^ c3 ^ k1, a & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    return c0 >> 1, c1 >> 1
+    return c0, c1, c2, c3
 
 
 def below(random: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
