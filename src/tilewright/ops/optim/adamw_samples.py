@@ -74,7 +74,9 @@ CPU_WORKLOADS = (Workload("small", {"shape": (512, 512)}, _PRECISIONS, ("fwd",))
 EDGE_CASES = (
     Workload("first: the first step, with a rate on the device", {"N": 257, "step": 1.0, "rate": True}),
     Workload("permuted: dense, in another order", {"shape": (3, 5, 7), "permuted": True, "seed": 5}),
-    Workload("other_order: the gradient in another than param", {"shape": (9, 6), "permuted": True, "other_order": True}),
+    Workload(
+        "other_order: the gradient in another than param", {"shape": (9, 6), "permuted": True, "other_order": True}
+    ),
     Workload("scaled: a gradient scale, maximised", {"N": 64, "grad_scale": 8.0, "found_inf": 0.0, "maximize": True}),
     Workload("found_inf: all stay as they were", {"N": 40, "found_inf": 1.0, "master": True, **_BF16}),
     Workload("master: rounded copies, without decay", {"N": 1030, "master": True, "weight_decay": 0.0}),

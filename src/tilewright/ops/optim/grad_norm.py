@@ -24,9 +24,7 @@ class GradNormBucket(NamedTuple):
 
 
 @dispatch(OP)
-def grad_norm(
-    x: Tensor, *, norm_type: float = 2.0, out: Tensor | None = None, backend: str | None = None
-) -> Tensor:
+def grad_norm(x: Tensor, *, norm_type: float = 2.0, out: Tensor | None = None, backend: str | None = None) -> Tensor:
     """(sum of |x|^p)^(1/p) over all elements, p = norm_type; the largest |x| for infinity.
 
     x: bf16|fp16|fp32 of any shape; one that does not fill a run of memory costs a copy.   Returns () float32.
