@@ -22,6 +22,7 @@ from any_size_lowbits import (
     weight_only_matmul,
 )
 from any_size_moe import fused_moe, fused_moe_bias, moe_align, moved_rows, topk_sigmoid, topk_softmax
+from any_size_optim import adamw, grad_norm
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, product_cost, tokens
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
@@ -313,6 +314,7 @@ def dequantize(draw: Draw, model: Model) -> Sizes:
 
 
 RECIPES: Mapping[str, tuple[int, Recipe]] = {
+    "adamw": (1, adamw),
     "add_rms_norm": (2, norm(4)),
     "add_rms_norm_fp8": (1, norm_fp8),
     "apply_penalties": (1, apply_penalties),
@@ -334,6 +336,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "fused_moe_bias": (1, fused_moe_bias),
     "geglu": (1, activation),
     "gelu_and_mul": (1, activation),
+    "grad_norm": (1, grad_norm),
     "greedy": (1, greedy),
     "group_gemm": (1, group_gemm),
     "grouped_matmul": (3, grouped_matmul),

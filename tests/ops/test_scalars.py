@@ -25,7 +25,8 @@ SIZES = {
     "tokens": 6, "page_size": 16, "max_pages": 8, "num_experts": 64, "n_group": 2, "topk_group": 1, "d_v": 32,
     "ignore_index": 3, "chunk_rows": 3,
 }  # fmt: skip
-RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize", "maximize"}  # kernels are told of these
+# Kernels are told of these
+RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize", "maximize"}
 # Python branches on the others: by their truth
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}
 OTHER = {"dropout", "x", "betas"}  # must be 0; a tensor; two numbers

@@ -62,5 +62,4 @@ def test_a_quadratic_reaches_its_minimum():
     assert minimum(lambda params: AdamW(params, lr=0.1, weight_decay=0.0)) < 1e-3
     ours = minimum(lambda params: Muon(params, lr=0.1, weight_decay=0.0))
     assert ours < 1e-2
-    if hasattr(torch.optim, "Muon"):
-        assert ours < 4 * minimum(lambda params: torch.optim.Muon(params, lr=0.1, weight_decay=0.0)) + 1e-3
+    assert ours < 4 * minimum(lambda params: torch.optim.Muon(params, lr=0.1, weight_decay=0.0)) + 1e-3

@@ -8,9 +8,9 @@ from torch import nn
 
 from tilewright.errors import InputError
 from tilewright.optim import Muon
-from tilewright.optim.muon import COEFFICIENTS, orthogonal
+from tilewright.optim.muon import orthogonal
 
-needs_torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SHAPES = [(12, 20), (12, 20), (33, 8), (12, 20), (1, 6)]
 
 
@@ -27,13 +27,16 @@ def train(optimizer, params, numbers):
         optimizer.step()
 
 
-@needs_torch_muon
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
-def test_steps_are_torch_s_within_bf16(options, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
+        (torch.bfloat16, {"adjust_lr_fn": "original"}),
+    ],
+)
+def test_steps_are_torch_s_within_bf16(dtype, options):
     """Both round the iterations to bf16: in a step they differ by at most 6 % of it, as the square root of the mean."""
-    if dtype == torch.bfloat16 and not options.get("nesterov", True):
-        pytest.skip("torch divides a momentum in bf16 by its norm in place")
     mine, theirs = parameters(dtype), parameters(dtype)
     options = {"lr": 0.02, "weight_decay": 0.05, **options}
     ours, reference = Muon(mine, **options), torch.optim.Muon(theirs, **options)
@@ -72,7 +75,6 @@ def test_a_batch_gives_what_each_matrix_gives_alone():
         torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-5)
 
 
-@needs_torch_muon
 def test_state_and_a_rate_that_is_a_tensor():
     (mine, theirs) = parameters(), parameters()
     ours, reference = Muon(mine, lr=torch.tensor(0.01)), torch.optim.Muon(theirs, lr=0.01)
@@ -98,12 +100,10 @@ def test_what_is_refused_is_named():
     assert len(optimizer.param_groups) == 1
     for options, match in [
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'; needs 'original'"),
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"momentum": float("nan")}, "momentum is nan"),
         ({"ns_steps": 100}, "ns_steps 0 to 99"),
     ]:
         with pytest.raises(InputError, match=match):
-            Muon([matrix], **options)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], **options})
     matrix.grad = torch.ones(3, 3).to_sparse()
     with pytest.raises(InputError, match="is sparse"):
         optimizer.step()

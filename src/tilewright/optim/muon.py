@@ -1,7 +1,7 @@
 """Muon: momentum whose singular values are made about 1, for the matrices of hidden layers."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -11,12 +11,13 @@ from tilewright.errors import InputError
 from tilewright.ops import bmm
 from tilewright.optim.gradients import with_gradients
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _BATCH = 1 << 28  # elements of the matrices that are made orthogonal at once: 512 MiB a temporary
 
 
-class Muon(torch.optim.Optimizer):
-    """B = B + (1 - momentum) (G - B);  O = the orthogonal factor of B, or of G + momentum (B - G) with `nesterov`;
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon`, whose products are those of batches of matrices.
+
+    B = B + (1 - momentum) (G - B);  O = the orthogonal factor of B, or of G + momentum (B - G) with `nesterov`;
     W = (1 - lr weight_decay) W - lr r O.
 
     params:   matrices (M, N) bf16|fp16|fp32, or groups of them; AdamW is for vectors, embeddings and the last layer.
@@ -24,36 +25,14 @@ class Muon(torch.optim.Optimizer):
               "match_rms_adamw", Moonshot's, with which lr and weight_decay of AdamW may stay.
     ns_coefficients (a, b, c), ns_steps, eps: O is ns_steps iterations X = a X + (b A + c A A) X with A = X X^T from
               X / max(norm, eps): quintic Newton-Schulz, which leaves singular values of about 0.7 to 1.2.
+    lr:       a number, or a tensor of one, which is not read on the host.
 
     Matrices of equal shape and dtype are one batch: three `ops.bmm` an iteration, bf16 with float32 sums.  A is
-    symmetric and computed in full.  The state, "momentum_buffer", is that of `torch.optim.Muon`.
-    Raises InputError for parameters that are no matrices, other names and ranges, sparse and sharded gradients.
+    symmetric and computed in full.  The state, "momentum_buffer", is torch's.
+    Raises InputError for parameters that are no matrices, sparse and sharded gradients; ValueError, as torch does, for
+    numbers out of range.
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training", 2025.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
-        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; raises InputError for parameters that are no matrices."""
@@ -118,7 +97,7 @@ def orthogonal(x: Tensor, coefficients: Sequence[float], steps: int, eps: float)
 
 
 def _batches(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parameters of equal shape, dtype and device together, as many as a batch may have; those of size 0 have no step."""
+    """Parameters of equal shape, dtype and device together, as many as a batch may have; size 0 has no step."""
     kinds: dict[Any, list[Tensor]] = {}
     for p in params:
         if p.numel():
@@ -137,15 +116,7 @@ def _ratio(adjust_lr_fn: str | None, p: Tensor) -> float:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    lr = options["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise InputError(f"Muon: lr is a tensor {tuple(lr.shape)}; needs one number.")
-    elif not lr >= 0:
-        raise InputError(f"Muon: lr is {lr}; needs a number of at least 0.")
-    for name in ("weight_decay", "momentum", "eps"):
-        if not options[name] >= 0:
-            raise InputError(f"Muon: {name} is {options[name]}; needs a number of at least 0.")
+    """What torch checks of the whole optimizer, of one group too."""
     if options["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         raise InputError(
             f"Muon: adjust_lr_fn is {options['adjust_lr_fn']!r}; needs 'original', 'match_rms_adamw' or None."

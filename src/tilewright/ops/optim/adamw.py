@@ -20,7 +20,7 @@ OP = "adamw"
 
 
 class AdamwArgs(NamedTuple):
-    """The learning rate is the tensor `rate`, or else the number `lr`; a copy_dtype that is param's own stands for none."""
+    """The learning rate is the tensor `rate`, or else the number `lr`; copy_dtype is param's where there is no copy."""
 
     param: Tensor  # any shape
     grad: Tensor  # param's shape
@@ -71,10 +71,11 @@ def adamw(
                 grad_scale.
     exp_avg m, exp_avg_sq v: float32 or bf16, of param's shape.   step: () float32, 1 in the first step.
     lr:         a number, or a tensor () float32.   betas: in [0, 1).
-    copy_dtype: bf16 or fp16, of a float32 param, the master of a parameter of that dtype: p rounded to it is returned too.
+    copy_dtype: bf16 or fp16, of a float32 param, which is the master of a parameter of that dtype: p rounded to it is
+                returned too.
     seed:       () int64.  p, m and v in bf16 are rounded up or down at random, right in the mean, by the bits of Philox
                 for (seed, step, place of the element in memory).  None: to the nearest, as the copy is always.
-    grad_scale, found_inf: () float32, as `torch.amp.GradScaler` has them; where found_inf is not 0 all stay as they were.
+    grad_scale, found_inf: () float32, as `torch.amp.GradScaler` has them; where found_inf is not 0 all stay the same.
     out:        a tensor for each that is returned, usually param, exp_avg and exp_avg_sq themselves: then the step is
                 in place.  Each fills one run of memory, in any order of its dimensions; results have param's.
 

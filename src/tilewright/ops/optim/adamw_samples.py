@@ -11,8 +11,9 @@ from tilewright.ops import rows
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: N elements, or shape; step; state (their dtype), master (in float32, of dtypes of 16 bits), seed, rate (lr as a tensor), grad_scale,
-    found_inf, maximize, weight_decay, permuted (dimensions of memory reversed), other_order (of the gradient).
+    """params: N elements, or shape; step; state (their dtype), master (param in float32, of dtypes of 16 bits), seed,
+    rate (lr as a tensor), grad_scale, found_inf, maximize, weight_decay, permuted (dimensions of memory reversed),
+    other_order (of the gradient).
 
     The average of squares is at least that of gradients squared, as after many steps.
     """

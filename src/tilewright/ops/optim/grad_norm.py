@@ -74,7 +74,7 @@ def check(args: GradNormArgs) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: N elements, or shape; norm_type; permuted (dimensions of memory reversed), strided (every second column)."""
+    """params: N elements, or shape; norm_type; permuted (dimensions of memory reversed), strided (every second one)."""
     shape = tuple(params.get("shape", (params.get("N", 0),)))
     rng = rows.generator(seed)
     if params.get("strided"):
