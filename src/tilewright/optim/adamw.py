@@ -57,18 +57,17 @@ class AdamW(torch.optim.AdamW):
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
-        own = dict(zip(_OWN_OPTIONS, (master_weights, stochastic_rounding, state_dtype, seed), strict=True))
-        options = {"amsgrad": amsgrad, "differentiable": differentiable, **own}
-        _check_options(options)
-        self._own_defaults = own
+        values = (master_weights, stochastic_rounding, state_dtype, seed)
+        self._own_defaults = dict(zip(_OWN_OPTIONS, values, strict=True))
+        _check_options({"amsgrad": amsgrad, "differentiable": differentiable, **self._own_defaults})
         super().__init__(
             params, lr, betas, eps, weight_decay, maximize=maximize, foreach=foreach, capturable=capturable, fused=fused
         )
-        self.defaults.update(own)
+        self.defaults.update(self._own_defaults)
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; options that are not given are the optimizer's."""
+        """Add a group as torch does; options that are not given are the optimizer's."""
         group = {**self._own_defaults, **param_group}
         _check_options(group)
         super().add_param_group(group)
@@ -84,7 +83,7 @@ class AdamW(torch.optim.AdamW):
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts states to the dtype of their parameter: here they have the group's state_dtype."""
+        """Load as torch does, which casts states to the dtype of their parameter: here they have the group's."""
         loaded: dict[str, Any] = {}
         handle = self.register_load_state_dict_pre_hook(lambda _, final: loaded.update(final))  # after other hooks
         try:

@@ -35,7 +35,7 @@ class Muon(torch.optim.Muon):
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; raises InputError for parameters that are no matrices."""
+        """Add a group as torch does; raises InputError for parameters that are no matrices."""
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:

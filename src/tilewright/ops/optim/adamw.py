@@ -87,29 +87,17 @@ def adamw(
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; Zamirai et al., "Revisiting BFloat16
     Training", 2020 (stochastic rounding).
     """
-    numbers = (lr, betas, eps, weight_decay, maximize, copy_dtype)
-    args = _raw_arguments(param, grad, exp_avg, exp_avg_sq, step, seed, grad_scale, found_inf, *numbers)
+    tensors = (param, grad, exp_avg, exp_avg_sq, step, seed, grad_scale, found_inf)
+    args = _raw_arguments(tensors, lr, betas, eps, weight_decay, maximize, copy_dtype)
     count = 3 if copy_dtype is None else 4
     results: tuple[Tensor, ...] = call(CONTRACT, args, backend, several(out, count, 4))
     return results[:count]
 
 
-def _raw_arguments(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    seed: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    lr: Tensor | float,
-    betas: Any,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    copy_dtype: torch.dtype | None,
-) -> AdamwArgs:
+def _raw_arguments(tensors: tuple[Any, ...], lr: Tensor | float, betas: Any, *numbers: Any) -> AdamwArgs:
+    """The arguments of the raw op.   tensors: all of them but the learning rate.   numbers: what follows betas."""
+    param, grad, exp_avg, exp_avg_sq, step, seed, grad_scale, found_inf = tensors
+    eps, weight_decay, maximize, copy_dtype = numbers
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise InputError(f"{OP}: betas is {betas!r}; needs two numbers in [0, 1).")
     if not isinstance(param, Tensor):
@@ -139,8 +127,8 @@ def reference(
     found_inf: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Plain torch, in float32; on float64 nothing is rounded, whatever `copy_dtype` says."""
-    numbers = (lr, betas, eps, weight_decay, maximize, copy_dtype)
-    results = _stepped(_raw_arguments(param, grad, exp_avg, exp_avg_sq, step, seed, grad_scale, found_inf, *numbers))
+    tensors = (param, grad, exp_avg, exp_avg_sq, step, seed, grad_scale, found_inf)
+    results = _stepped(_raw_arguments(tensors, lr, betas, eps, weight_decay, maximize, copy_dtype))
     return results[: 3 if copy_dtype is None else 4]
 
 
@@ -167,8 +155,8 @@ def _stepped(args: AdamwArgs) -> tuple[Tensor, ...]:
 
 
 def _stored(args: AdamwArgs, old: Tensor, value: Tensor, *, stream: int, shift: int) -> Tensor:
-    """`value` in the dtype of `old`, rounded at random by bits `shift` to `shift` + 15 of the stream's words, with the
-    strides of the output; `old` after an overflow.
+    """`value` in the dtype of `old`, rounded at random by bits `shift` to `shift` + 15 of the stream's words; `old` after
+    an overflow.
     """
     if args.seed is not None and old.dtype == torch.bfloat16:
         words = random_words(args.param, args.seed, 2 * args.step.to(torch.int64) + stream)

@@ -143,8 +143,8 @@ def launch(outs: tuple[Tensor, ...], args: AdamwArgs, config: Config) -> None:
     n, has_copy = args.param.numel(), args.copy_dtype != args.param.dtype
     order = args.param if is_dense(args.param) else args.param.contiguous()
     inputs = tuple(ordered_as(t, order) for t in (args.param, args.grad, args.exp_avg, args.exp_avg_sq))
-    wanted = outs if has_copy else outs[:3]
-    results = tuple(t if has_order(t, order) else torch.empty_like(order, dtype=t.dtype) for t in wanted)
+    targets = outs if has_copy else outs[:3]
+    results = tuple(t if has_order(t, order) else torch.empty_like(order, dtype=t.dtype) for t in targets)
     at_random = args.seed is not None
     stochastic = tuple(at_random and t.dtype == torch.bfloat16 for t in (args.param, args.exp_avg))
     _kernel(
@@ -158,6 +158,6 @@ def launch(outs: tuple[Tensor, ...], args: AdamwArgs, config: Config) -> None:
         (args.maximize, *stochastic, has_copy, config.block),
         num_warps=config.num_warps,
     )  # fmt: skip
-    for out, result in zip(wanted, results, strict=True):
+    for out, result in zip(targets, results, strict=True):
         if out is not result:
             out.copy_(result)
