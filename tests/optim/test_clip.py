@@ -10,6 +10,12 @@ from tilewright.errors import InputError
 from tilewright.optim import clip_grad_norm_
 
 
+class Sharded(torch.Tensor):
+    """What tells a DTensor, without processes."""
+
+    device_mesh = None
+
+
 def parameters(*dtypes):
     g = torch.Generator().manual_seed(0)
     params = []
@@ -55,6 +61,10 @@ def test_what_is_refused_is_named():
     params = parameters(torch.float32)
     with pytest.raises(InputError, match=r"norm_type is 3.0; needs 1, 2 or infinity"):
         clip_grad_norm_(params, 1.0, 3)
+    sharded = torch.ones(2).as_subclass(Sharded).requires_grad_()
+    sharded.grad = torch.ones(2).as_subclass(Sharded)
+    with pytest.raises(InputError, match="is a DTensor; needs plain tensors"):
+        clip_grad_norm_(sharded, 1.0)
     table = nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(InputError, match="is sparse"):

@@ -155,9 +155,7 @@ def _stepped(args: AdamwArgs) -> tuple[Tensor, ...]:
 
 
 def _stored(args: AdamwArgs, old: Tensor, value: Tensor, *, stream: int, shift: int) -> Tensor:
-    """`value` in the dtype of `old`, rounded at random by bits `shift` to `shift` + 15 of the stream's words; `old` after
-    an overflow.
-    """
+    """`value` in the dtype of `old`, rounded at random by 16 bits of the stream's words; `old` after an overflow."""
     if args.seed is not None and old.dtype == torch.bfloat16:
         words = random_words(args.param, args.seed, 2 * args.step.to(torch.int64) + stream)
         value = round_stochastically(value, (words >> shift) & 0xFFFF)

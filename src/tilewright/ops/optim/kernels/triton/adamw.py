@@ -80,8 +80,7 @@ def _adamw_kernel(
     new_param, new_exp_avg, new_exp_avg_sq, new_copy, param, grad, exp_avg, exp_avg_sq,  # (n,) in memory
     step_ptr, seed_ptr, rate, grad_scale, found_inf,  # ()
     lr, log_beta1, log_beta2, add1, beta2, add2, eps, weight_decay, n,  # add = 1 - beta
-    MAXIMIZE: tl.constexpr, STOCHASTIC_PARAM: tl.constexpr, STOCHASTIC_STATES: tl.constexpr, COPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    MAXIMIZE: tl.constexpr, STOCHASTIC_PARAM: tl.constexpr, STOCHASTIC_STATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offs = first + tl.arange(0, BLOCK)
@@ -123,7 +122,7 @@ def _adamw_kernel(
     tl.store(new_param + offs, weight.to(new_param.dtype.element_ty), mask=mask)
     tl.store(new_exp_avg + offs, m.to(new_exp_avg.dtype.element_ty), mask=mask)
     tl.store(new_exp_avg_sq + offs, v.to(new_exp_avg_sq.dtype.element_ty), mask=mask)
-    if COPY:
+    if new_copy is not None:
         tl.store(new_copy + offs, weight.to(new_copy.dtype.element_ty), mask=mask)
 
 
@@ -150,12 +149,12 @@ def launch(outs: tuple[Tensor, ...], args: AdamwArgs, config: Config) -> None:
     _kernel(
         (triton.cdiv(n, config.block),),
         (
-            *results, *(outs[3:] if not has_copy else ()), *inputs,
+            *results, *(() if has_copy else (None,)), *inputs,
             args.step, args.seed, args.rate, args.grad_scale, args.found_inf,
             args.lr, _log(args.beta1), _log(args.beta2), 1 - args.beta1, args.beta2, 1 - args.beta2, args.eps,
             args.weight_decay, n,
         ),
-        (args.maximize, *stochastic, has_copy, config.block),
+        (args.maximize, *stochastic, config.block),
         num_warps=config.num_warps,
     )  # fmt: skip
     for out, result in zip(targets, results, strict=True):
