@@ -24,6 +24,7 @@ from any_size_lowbits import (
 )
 from any_size_moe import fused_moe, fused_moe_bias, moe_align, moved_rows, topk_sigmoid, topk_softmax
 from any_size_norms import group_norm, layer_norm, norm, norm_fp8, rms_norm_gated
+from any_size_optim import adamw, grad_norm
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, product_cost, tokens
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
@@ -290,6 +291,7 @@ def dequantize(draw: Draw, model: Model) -> Sizes:
 
 
 RECIPES: Mapping[str, tuple[int, Recipe]] = {
+    "adamw": (1, adamw),
     "add_rms_norm": (2, norm(4)),
     "add_rms_norm_fp8": (1, norm_fp8),
     "apply_penalties": (1, apply_penalties),
@@ -313,6 +315,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "gated_mlp": (1, gated_mlp),
     "geglu": (1, activation),
     "gelu_and_mul": (1, activation),
+    "grad_norm": (1, grad_norm),
     "greedy": (1, greedy),
     "group_gemm": (1, group_gemm),
     "group_norm": (1, group_norm),

@@ -81,7 +81,7 @@ def _promises(contract: Contract) -> Iterator[str]:
 
 def _measured(contract: Contract) -> Iterator[str]:
     """A line for each machine and direction, with a link to its rows: the performance page has every one."""
-    for file in sorted(RESULTS.glob(f"*/{contract.family}*.json")):
+    for file in sorted({*RESULTS.glob(f"*/{contract.family}.json"), *RESULTS.glob(f"*/{contract.family}_*.json")}):
         found = schema.load(file)
         machine = file.parent.name
         link = f"[{machine}](../performance/{found.suite}.md#{machine}-{found.suite})"

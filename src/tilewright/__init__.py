@@ -63,6 +63,7 @@ _MODULES = (
     "models",
     "nn",
     "ops",
+    "optim",
     "serve",
     "settings",
     "tuning",

@@ -19,19 +19,20 @@ FLOATS = {"eps": 0.5, "offset": 1.0, "alpha": 0.5, "scale": 0.5, "softcap": 2.0}
 FLOATS |= {"limit": 0.5, "p": 0.5, "gate_multiplier": 0.5}
 FLOATS |= {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition": 0.5, "presence": 0.5, "frequency": 0.5}
 FLOATS |= {"label_smoothing": 0.5, "z_loss": 0.5, "beta": 0.25, "hard_weight": 0.5}
+FLOATS |= {"lr": 0.5, "weight_decay": 0.5, "norm_type": 2.0}
 SIZES = {
     "k": 3, "top_k": 3, "rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1,
     "tokens": 6, "page_size": 16, "max_pages": 8, "num_experts": 64, "n_group": 2, "topk_group": 1, "d_v": 32,
     "ignore_index": 3, "chunk_rows": 3, "num_groups": 2, "group_size": 8, "seed": 3, "offset": 3,
 }  # fmt: skip
 # kernels are told of these
-RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize", "recompute"}
+RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize", "recompute", "maximize"}
 RAW_FLAGS |= {"norm_before_gate", "log_probs", "log_target"}
 # Python branches on the others: by their truth
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}
 FLAGS |= {"keepdim", "training"}
 TENSORS = {("dropout", "seed"), ("dropout", "offset")}  # may be tensors of no dimensions too
-OTHER = {"dropout", "x"}  # must be 0; a tensor
+OTHER = {"dropout", "x", "betas"}  # must be 0; a tensor; two numbers
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interp)]
 
 

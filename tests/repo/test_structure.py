@@ -63,7 +63,9 @@ def _long_signatures():
             text = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
             device = re.search(r"\b(jit|kernel|function)\b", text) and "register_kernel" not in text
             device = device or ("cutile" in path.parts and node.name.startswith("_"))  # compiled by name, undecorated
-            public = "dispatch(" in text or node.name == "reference" or path.parts[0] in ("cli", "compat", "nn")
+            public = (
+                "dispatch(" in text or node.name == "reference" or path.parts[0] in ("cli", "compat", "nn", "optim")
+            )
             public = public or (str(path), node.name) in PUBLIC
             if len(parameters) > MOST_PARAMETERS and not device and not public:
                 yield f"{path}:{node.lineno} {node.name} has {len(parameters)}"

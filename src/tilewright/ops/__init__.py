@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from tilewright.ops.norm.rms_norm import rms_norm
     from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
     from tilewright.ops.norm.rms_norm_gated import rms_norm_gated
+    from tilewright.ops.optim.adamw import adamw
+    from tilewright.ops.optim.grad_norm import grad_norm
     from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
     from tilewright.ops.quant.dequantize import dequantize
     from tilewright.ops.quant.dequantize_blocks import dequantize_blocks
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
 
 __all__ = [
+    "adamw",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "apply_penalties",
@@ -112,6 +115,7 @@ __all__ = [
     "gated_mlp",
     "geglu",
     "gelu_and_mul",
+    "grad_norm",
     "greedy",
     "group_gemm",
     "group_norm",
@@ -213,6 +217,7 @@ _FAMILIES = {
         "rms_norm_fp8",
         "rms_norm_gated",
     ),
+    "optim": ("adamw", "grad_norm"),
     "quant": (
         "cast_to_blocks",
         "dequantize",

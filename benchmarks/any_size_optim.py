@@ -1,0 +1,25 @@
+"""How the problems of optimizers are drawn: the weight of a layer, its dtype and its states."""
+
+from __future__ import annotations
+
+import torch
+from any_size_draw import Draw, Model, Sizes
+from any_size_parts import floating, half, layer
+
+
+def adamw(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight in one dtype, with a float32 master, or with everything in bf16."""
+    part, n, k = layer(draw, model)
+    kind = draw.pick(("plain", "master", "rounded"))
+    params = {"shape": (n, k), "rate": True}
+    if kind == "master":
+        return Sizes(part, {**params, "master": True}, half(draw), elements=9 * n * k)
+    if kind == "rounded":
+        return Sizes(part, {**params, "state": torch.bfloat16, "seed": 1}, torch.bfloat16, elements=7 * n * k)
+    return Sizes(part, params, floating(draw), elements=7 * n * k)
+
+
+def grad_norm(draw: Draw, model: Model) -> Sizes:
+    """The gradient of a layer's weight."""
+    part, n, k = layer(draw, model)
+    return Sizes(part, {"shape": (n, k)}, floating(draw), elements=n * k)

@@ -1,0 +1,1 @@
+"""Steps of optimizers, one parameter a call, and norms of gradients."""
