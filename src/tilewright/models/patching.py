@@ -3,18 +3,19 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.errors import InputError, PatchError, VerificationError
 from tilewright.models import attention, fp8_linears, planning, quantise
+from tilewright.models.agreement import MOST
 from tilewright.models.planning import Mode
 from tilewright.models.report import OPS_OF_KIND, Report
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
 from tilewright.models.stand_in import planned_for
-from tilewright.models.verification import MOST, Verification, compare
+from tilewright.models.verification import Verification, compare
 from tilewright.nn.weight_casts import WeightCasts
 
 
@@ -124,7 +125,7 @@ class Patch:
         plan = planning.plan(model, mode, allowed, backend, fp8)
         self._swaps = {module: specialise(type(module), chosen.recipe) for module, chosen in plan.chosen.items()}
         self._fp8 = {module: WeightCasts() for module, chosen in plan.chosen.items() if chosen.kind == "fp8"}
-        row, self._rebindings = attention.switch(model, "attention" in allowed, backend)
+        row, self._rebindings = attention.switch(model, "attention" in allowed, backend, training=mode == "train")
         rows = plan.rows if row is None else [*plan.rows, row]
         self._exchange = None if quant is None else quantise.Exchange(model, quant, backend=backend)
         if self._exchange is not None:
@@ -180,7 +181,13 @@ class Patch:
     ) -> Verification:
         train = self.mode == "train"
         without = self._suspended(quantised=in_torch is not None)
-        result = compare(self.model, inputs, without, gradients=train, in_torch=in_torch, most=most)
+        mixture = not {"experts", "routers"}.isdisjoint({row.kind for row in self._report.rows})
+        losses: Literal["none", "by parameter", "together"] = "none"
+        if (
+            "loss" in self._report.counts()
+        ):  # a near-tie sends a token to another expert, whose gradient then is another one
+            losses = "together" if mixture else "by parameter"
+        result = compare(self.model, inputs, without, gradients=train, in_torch=in_torch, most=most, losses=losses)
         if not result.passed:
             raise VerificationError(f"{failure}\n{result}")
         return result
