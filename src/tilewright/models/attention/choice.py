@@ -118,13 +118,13 @@ def _choose_fmha(
         return None, ""  # SDPA is torch's attention
     if not layers:
         return None, f"; ops.fmha[{backend}] does not take it: its layers do not ask transformers' registry"
-    if reason := _why_not_fmha(model, current, layers) or _why_not_on_backend(model, backend):
-        return None, f"; ops.fmha[{backend}] does not take it: {reason}"
     if dropout:
         return (
             None,
             f"; ops.fmha[{backend}] does not take it: it drops weights with probability {dropout:g} in training",
         )
+    if reason := _why_not_fmha(model, current, layers) or _why_not_on_backend(model, backend):
+        return None, f"; ops.fmha[{backend}] does not take it: {reason}"
     interface.register_attention()
     return (interface.register_backend(backend), f"ops.fmha[{backend}] instead of {current}"), ""
 

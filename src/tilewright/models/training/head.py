@@ -141,7 +141,7 @@ class _View:
     ) -> Tensor:
         """The loss of what the head was given; arguments as of transformers' `ForCausalLMLoss`, which ignores others.
 
-        logits: (B, S, 0), of no use.   labels: (B, S).   num_items_in_batch: what the sum is divided by; None: the mean.
+        logits: (B, S, 0), of no use.   labels: (B, S).   num_items_in_batch: divides the sum; None: the mean.
         """
         recipe, hidden = self.tilewright_recipe, self.tilewright_hidden
         assert hidden is not None

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from tilewright.errors import TilewrightError
 from tilewright.models.agreement import relative_error
+from tilewright.models.report import Patchable
 from tilewright.models.specialise import specialise
 from tilewright.models.stand_in import NotReplaceable, Proposal, call, obstacle, probing, stand_in
 from tilewright.models.training.head import Form, HeadRecipe, LossRecipe, standard_loss
 from tilewright.models.transformers_names import decoder_output
 
-KIND = "loss"
+KIND: Patchable = "loss"
 HEAD = Proposal(KIND, HeadRecipe(), ("linear_cross_entropy",), "within its model's ops.linear_cross_entropy")
 _WIDTH, _BATCH, _LENGTH = 16, 2, 6  # of the probe
 _LIMIT = 1e-5  # relative error of two float32 orders of summation over so few numbers
@@ -46,13 +47,10 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if reason := obstacle(module):
         raise NotReplaceable(KIND, reason)
     head = _head(module)
-    decoder = max(
-        (name for name, child in module._modules.items() if child is not None and name != head),
-        key=lambda name: sum(1 for _ in module._modules[name].parameters()),  # type: ignore[union-attr]
-        default=None,
-    )
-    if decoder is None:
+    others = {name: child for name, child in module._modules.items() if child is not None and name != head}
+    if not others:
         raise NotReplaceable(KIND, "has no child beside its head")
+    decoder = max(others, key=lambda name: sum(1 for _ in others[name].parameters()))
     for form, where in _forms(module, code.co_names):
         recipe = LossRecipe(head, form, where, parameters.index("labels") - 1, "torch")
         if _reproduces(module, recipe, decoder):
@@ -85,8 +83,9 @@ def _forms(module: Any, names: tuple[str, ...]) -> Iterator[tuple[Form, str]]:
     for name in names:
         for where, owner in ((name, vars(module)), (f"config.{name}", vars(getattr(module, "config", module)))):
             if isinstance(number := owner.get(name), (int, float)) and not isinstance(number, bool) and number:
-                for form in ("softcap", "multiplied", "divided"):
-                    yield form, where  # type: ignore[misc]
+                yield "softcap", where
+                yield "multiplied", where
+                yield "divided", where
 
 
 class _Decoder(nn.Module):
@@ -109,7 +108,7 @@ def _reproduces(module: nn.Module, recipe: LossRecipe, decoder: str) -> bool:
         hidden = torch.randn(_BATCH, _LENGTH, _WIDTH, device=device)
         labels = torch.randint(0, classes, (_BATCH, _LENGTH), device=device)
         labels[0, :3] = -100
-        linear = nn.Linear(_WIDTH, classes, bias=head.bias is not None, device=device)
+        linear: nn.Module = nn.Linear(_WIDTH, classes, bias=head.bias is not None, device=device)
         model = stand_in(module, children={decoder: _Decoder(hidden), recipe.head: linear}).train()
         wanted = [p for p in model.parameters() if p.requires_grad]
         cases: tuple[dict[str, Any], ...] = ({}, {"num_items_in_batch": 7}, {"shift_labels": labels.roll(2, 1)})
