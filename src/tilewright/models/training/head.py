@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tilewright import ops
 from tilewright.errors import InputError
@@ -47,7 +46,7 @@ class HeadRecipe:
             if loss is None:
                 logits: Tensor = cls.forward(self, input)
                 return logits
-            if isinstance(self.weight, DTensor):
+            if hasattr(self.weight, "_local_tensor"):  # a DTensor, whose import costs a second
                 raise InputError(
                     "the head's weight is a DTensor, of which ops.linear_cross_entropy would see one part. Patch with "
                     'ops= without "loss", or keep the head out of the tensor-parallel plan.'
