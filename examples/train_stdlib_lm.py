@@ -1,6 +1,6 @@
 """Train the embedded language model on with tilewright: two lines more than without.
 
-python examples/train_stdlib_lm.py              # 40 steps, under a minute on a CPU
+python examples/train_stdlib_lm.py              # 20 steps, under a minute on a CPU
 python examples/train_stdlib_lm.py --steps 400
 
 The loop is a plain one, because transformers' Trainer needs accelerate; docs/training.md shows the Trainer.
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import tilewright
 
 HERE = Path(__file__).parent
-CONTEXT, BATCH = 256, 4
+CONTEXT, BATCH = 256, 2
 
 
 def load() -> tuple[nn.Module, torch.Tensor]:
@@ -35,7 +35,7 @@ def load() -> tuple[nn.Module, torch.Tensor]:
 def main(arguments: list[str] | None = None) -> list[float]:
     """Patch, train, undo; returns the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args(arguments).steps
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, rows = load()
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if step % 10 == 0 or step == steps - 1:
+        if step % 5 == 0 or step == steps - 1:
             print(f"step {step:4d}  loss {losses[-1]:.4f}  {time.perf_counter() - began:5.1f} s")
 
     patch.undo()  # the second, where the model goes on without tilewright

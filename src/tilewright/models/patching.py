@@ -1,9 +1,9 @@
-"""Replace norms, gated MLPs, rotary embeddings, residual adds and linears of one model; verified, undoable."""
+"""Replace norms, gated MLPs, rotary embeddings, residual adds, linears and losses of one model; verified, undoable."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from tilewright.models.planning import Mode
 from tilewright.models.report import OPS_OF_KIND, Report
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
 from tilewright.models.stand_in import planned_for
+from tilewright.models.training.comparison import judgement
 from tilewright.models.verification import Verification, compare
 from tilewright.nn.weight_casts import WeightCasts
 
@@ -45,11 +46,12 @@ def patch(
     Linear layers run on our product for those numbers of rows at which it was measured faster on this GPU, and as
     before for all others and wherever a gradient is needed.
 
-    mode     "inference", or "train", which uses only ops that have a gradient and also verifies gradients
+    mode     "inference", or "train", which uses only ops that have a gradient, verifies gradients, and computes a
+             language model's loss without logits: given labels in training, they are None unless skip_logits=False
     verify   compare logits with a float32 copy of the unpatched model (float64 for a float32 model), which needs memory
     inputs   what `verify` runs on: token ids (B, S) or keyword arguments of the model; None draws random tokens
-    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers") or
-             of ops ("rms_norm", ...)
+    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers",
+             "loss") or of ops ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
     fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against
@@ -151,9 +153,10 @@ class Patch:
         """Compare the patched and the unpatched model, each with a wider copy of the unpatched one.
 
         inputs as in `patch`. Raises VerificationError where the logits' error exceeds 1.1 times the unpatched model's
-        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.  With fp8=True that
-        rule judges the model without float8.  With float8 the error may be 1.1 times the sum of the unpatched model's
-        and of the same float8 in plain torch, at most 0.25; agreement is reported and not judged.
+        or top-1 agreement fell beyond both 95 % intervals; in mode "train" also where all gradients are off 3 times as
+        far, or the loss or its gradient of a parameter 2 times.  With fp8=True that rule judges the model without
+        float8.  With float8 the error may be 1.1 times the sum of the unpatched model's and of the same float8 in plain
+        torch, at most 0.25; agreement is reported and not judged.
         """
         if not self._active:
             raise PatchError("this patch was undone; there is nothing to verify.")
@@ -181,12 +184,7 @@ class Patch:
     ) -> Verification:
         train = self.mode == "train"
         without = self._suspended(quantised=in_torch is not None)
-        mixture = not {"experts", "routers"}.isdisjoint({row.kind for row in self._report.rows})
-        losses: Literal["none", "by parameter", "together"] = "none"
-        if (
-            "loss" in self._report.counts()
-        ):  # a near-tie sends a token to another expert, whose gradient then is another one
-            losses = "together" if mixture else "by parameter"
+        losses = judgement(self.model, self._report) if train else None
         result = compare(self.model, inputs, without, gradients=train, in_torch=in_torch, most=most, losses=losses)
         if not result.passed:
             raise VerificationError(f"{failure}\n{result}")

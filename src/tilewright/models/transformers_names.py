@@ -178,7 +178,12 @@ def causal_lm_loss() -> Callable[..., Any] | None:
 
 
 def decoder_output(hidden: Tensor) -> Any:
-    """What a decoder returns to its head: the last hidden states (B, S, H), and nothing else."""
+    """What a decoder returns to its head: the last hidden states (B, S, H), and None for whatever else is read."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    return MoeModelOutputWithPast(last_hidden_state=hidden)
+    class Output(MoeModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return Output(last_hidden_state=hidden)

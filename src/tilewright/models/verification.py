@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from tilewright.errors import InputError
 from tilewright.models.agreement import MOST, Agreement, Comparison, logits_of, relative_error
 from tilewright.models.cpu_sizes import every_size_on_ops
-from tilewright.models.training.comparison import LossComparison, compare_losses, labels_for, loss_and_gradients
+from tilewright.models.training.comparison import (
+    Judgement,
+    LossComparison,
+    compare_losses,
+    labels_for,
+    loss_and_gradients,
+)
 from tilewright.models.wide import dominant_dtype, full_precision, wide_copy, wide_dtype
 
 LIMIT = 1.1  # error of the patched model / error of the unpatched one, logits
@@ -67,14 +73,14 @@ def compare(
     gradients: bool,
     in_torch: AbstractContextManager[None] | None = None,
     most: float = MOST,
-    losses: Literal["none", "by parameter", "together"] = "none",
+    losses: Judgement | None = None,
 ) -> Verification:
     """Compare `model` as it is with `model` inside `unpatched`, in evaluation mode; nothing of the model is changed.
 
     inputs: the tensor that the model takes first (token ids (B, S), pixels), or its keyword arguments; None draws
     random tokens.  Raises InputError where the unpatched model fails on them.  If they hold an `attention_mask`, only
     unmasked positions count.   in_torch: inside it float8 products are torch's; None where nothing runs in float8.
-    losses: also compare the loss without logits, and the gradient of every parameter or of all together.
+    losses: how to judge the gradients of the loss without logits; None: do not compare it.
     """
     kwargs = _keyword_inputs(model, inputs)
     with _evaluation_mode(model):
@@ -87,13 +93,13 @@ def compare(
                     f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]} "
                     "Pass inputs= that its forward takes, or verify=False."
                 ) from error
-            if losses != "none":
+            if losses is not None:
                 labelled = {"labels": labels_for(base, kwargs.get("attention_mask")), **kwargs}
                 base_loss = loss_and_gradients(model, labelled)
             reference_dtype = wide_dtype(model)
             reference = wide_copy(model, reference_dtype, next(model.parameters()).device)
         got, got_grads = _run(model, kwargs, gradients)
-        if losses != "none":
+        if losses is not None:
             got_loss = loss_and_gradients(model, {**labelled, "skip_logits": True})
         narrow = got
         if in_torch is not None:
@@ -101,7 +107,7 @@ def compare(
                 narrow, _ = _run(model, kwargs, False)
         with full_precision():
             exact, exact_grads = _run(reference, kwargs, gradients)
-            if losses != "none":
+            if losses is not None:
                 exact_loss = loss_and_gradients(reference, labelled)
     keep = _counted_positions(kwargs, exact)
     got, narrow, base, exact = got[keep], narrow[keep], base[keep], exact[keep]
@@ -123,8 +129,8 @@ def compare(
         if gradients
         else None,
         losses=None
-        if losses == "none"
-        else compare_losses(got_loss, base_loss, exact_loss, dominant_dtype(model), together=losses == "together"),
+        if losses is None
+        else compare_losses(got_loss, base_loss, exact_loss, dominant_dtype(model), judged=losses),
     )
 
 

@@ -196,6 +196,21 @@ def test_verification_finds_a_wrong_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model(input_ids=tokens(), labels=tokens()).logits is not None
 
 
+def test_a_model_around_the_one_with_the_loss() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build("llama")
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            logits: Tensor = self.inner(input_ids=input_ids).logits
+            return logits
+
+    p = patch(Around(), mode="train", inputs=tokens())
+    assert [row.path for row in p.report().rows if row.kind == "loss"] == ["inner", "inner.lm_head"]
+    assert p.verify(tokens()).losses is None
+
+
 def test_undo_copy_and_pickle() -> None:
     ids = tokens()
     model = build("llama").train()

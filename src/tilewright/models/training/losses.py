@@ -110,7 +110,7 @@ def _reproduces(module: nn.Module, recipe: LossRecipe, decoder: str) -> bool:
         labels[0, :3] = -100
         linear: nn.Module = nn.Linear(_WIDTH, classes, bias=head.bias is not None, device=device)
         model = stand_in(module, children={decoder: _Decoder(hidden), recipe.head: linear}).train()
-        wanted = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad]
         cases: tuple[dict[str, Any], ...] = ({}, {"num_items_in_batch": 7}, {"shift_labels": labels.roll(2, 1)})
         for options in cases:
             arguments = {"input_ids": labels.clamp_min(0), "labels": labels, **options}
@@ -124,7 +124,7 @@ def _reproduces(module: nn.Module, recipe: LossRecipe, decoder: str) -> bool:
                 linear.__class__ = nn.Linear
             if got.logits is not None or relative_error([got.loss], [expected]) > _LIMIT:
                 return False
-            gradients = (torch.autograd.grad(loss, wanted, allow_unused=True) for loss in (got.loss, expected))
+            gradients = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (got.loss, expected))
             if relative_error(*gradients) > _LIMIT:
                 return False
     return True
