@@ -181,7 +181,7 @@ def decoder_output(hidden: Tensor) -> Any:
     """What a decoder returns to its head: the last hidden states (B, S, H), and None for whatever else is read."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    class Output(MoeModelOutputWithPast):
+    class Output(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):
                 raise AttributeError(name)

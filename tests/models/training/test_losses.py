@@ -78,6 +78,12 @@ def test_every_parameter_by_the_2x_rule(name: str, options: dict, text: str, dty
         assert (ours[parameter] - g).norm() <= 2 * (theirs[parameter] - g).norm() + floor * g.norm(), parameter
 
 
+@pytest.mark.parametrize("cap", [30.0, 300.0])
+def test_a_high_cap_is_seen(cap: float) -> None:
+    rows = patch(build("gemma2", final_logit_softcapping=cap), mode="train", verify=False).report().rows
+    assert any("capped by config.final_logit_softcapping" in row.text for row in rows)
+
+
 def test_a_mixtures_router_loss_stays() -> None:
     ids = tokens()
     model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).train()

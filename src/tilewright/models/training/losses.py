@@ -105,7 +105,8 @@ def _reproduces(module: nn.Module, recipe: LossRecipe, decoder: str) -> bool:
     device, classes = head.weight.device, head.weight.shape[0]
     ours = recipe.build(type(module))
     with probing(device), torch.enable_grad():
-        hidden = torch.randn(_BATCH, _LENGTH, _WIDTH, device=device)
+        sizes = torch.linspace(1.0, 60.0, _LENGTH, device=device)[:, None]  # large logits show a cap
+        hidden = sizes * torch.randn(_BATCH, _LENGTH, _WIDTH, device=device)
         labels = torch.randint(0, classes, (_BATCH, _LENGTH), device=device)
         labels[0, :3] = -100
         linear: nn.Module = nn.Linear(_WIDTH, classes, bias=head.bias is not None, device=device)
