@@ -232,8 +232,13 @@ def test_undo_copy_and_pickle() -> None:
 
 
 def test_attention_dropout_is_named() -> None:
+    import transformers
+
     model = build("llama", attention_dropout=0.1)
     rows = patch(model, mode="train", backend="triton", verify=False).report().rows
     (attention,) = [row for row in rows if row.kind == "attention"]
     assert attention.status == "left"
     assert "ops.fmha[triton] does not take it: it drops weights with probability 0.1 in training" in attention.text
+    config = transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=4, attn_pdrop=0.2)
+    rows = patch(transformers.GPT2LMHeadModel(config), mode="train", backend="triton", verify=False).report().rows
+    assert any("drops weights with probability 0.2" in row.text for row in rows)

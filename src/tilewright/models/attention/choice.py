@@ -173,8 +173,14 @@ def _why_not_on_backend(model: nn.Module, backend: str) -> str | None:
 
 def _dropout(model: nn.Module) -> float:
     """The largest probability of dropout in an attention layer of the model, in training."""
-    layers = _attention_layers(model)
-    return max((p for layer in layers if isinstance(p := getattr(layer, "attention_dropout", 0.0), float)), default=0.0)
+    members = (
+        member
+        for layer in _attention_layers(model)
+        for name, member in (*vars(layer).items(), *layer._modules.items())
+        if name in ("attention_dropout", "attn_dropout")
+    )
+    rates = (member.p if isinstance(member, nn.Dropout) else member for member in members)
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
 def _attention_layers(model: nn.Module) -> Iterator[nn.Module]:
