@@ -1,4 +1,4 @@
-"""Closeness of the outputs of two models: relative error of logits, and how often the top token is the same."""
+"""Closeness of the outputs of two models: relative errors and their limits, and how often the top token is the same."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,53 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 
+MOST = 0.25  # largest relative error of logits in float8: a model that loses more does not suit it
+FLOOR = 1e-6  # relative errors below this are float32 noise: the wider copy still norms and rotates in float32
 Z95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative Frobenius error of the patched and of the unpatched model against the reference.
+
+    narrow: the error of the same float8, or other format of few bits, with plain torch products; our kernels may add
+    `limit` times that.   most: largest error in such a format.   floor: an error that always passes.
+    """
+
+    error: float
+    unpatched_error: float
+    limit: float
+    narrow: float = 0.0
+    most: float = MOST
+    floor: float = FLOOR
+
+    @property
+    def ratio(self) -> float:
+        """Error of the patched model over that of the unpatched one; 1 where both are exact."""
+        if self.unpatched_error == 0.0:
+            return 1.0 if self.error == 0.0 else math.inf
+        return self.error / self.unpatched_error
+
+    @property
+    def excess(self) -> float:
+        """The error over what is allowed without `narrow`; more than 1 fails."""
+        return self.error / (self.limit * self.unpatched_error + self.floor)
+
+    @property
+    def passed(self) -> bool:
+        """True if the error is at most `limit` times the sum of the unpatched model's and float8's.  A NaN fails."""
+        return self.error <= self.limit * (self.unpatched_error + self.narrow) + self.floor and not (
+            self.narrow and self.error > self.most
+        )
+
+    def __str__(self) -> str:
+        if self.narrow:
+            return (
+                f"{self.error:.3e}, the same numbers in plain torch {self.narrow:.3e}, "
+                f"unpatched {self.unpatched_error:.3e} "
+                f"(limit {self.limit:g} of their sum, and {self.most:g})"
+            )
+        return f"{self.error:.3e}, unpatched {self.unpatched_error:.3e}, ratio {self.ratio:.3f} (limit {self.limit:g})"
 
 
 @dataclass(frozen=True)
@@ -58,6 +104,12 @@ def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
 
     None means zeros (a parameter without a gradient). Returns inf if `got` holds a NaN or an infinity.
     """
+    difference, norm = squares(got, reference)
+    return math.sqrt(difference / norm) if norm else math.sqrt(difference)
+
+
+def squares(got: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> tuple[float, float]:
+    """Squared Frobenius norms of the difference and of the reference, as in `relative_error`."""
     difference = norm = 0.0
     for ours, theirs in zip(got, reference, strict=True):
         if theirs is None:
@@ -69,9 +121,7 @@ def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
             theirs_fp64 = their_rows.double()
             difference += float((our_rows.to(theirs_fp64.device).double() - theirs_fp64).square().sum())
             norm += float(theirs_fp64.square().sum())
-    if not math.isfinite(difference):
-        return math.inf
-    return math.sqrt(difference / norm) if norm else math.sqrt(difference)
+    return difference if math.isfinite(difference) else math.inf, norm
 
 
 def logits_of(output: Any) -> Tensor:

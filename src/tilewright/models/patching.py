@@ -1,4 +1,4 @@
-"""Replace norms, gated MLPs, rotary embeddings, residual adds and linears of one model; verified, undoable."""
+"""Replace norms, gated MLPs, rotary embeddings, residual adds, linears and losses of one model; verified, undoable."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from tilewright.errors import InputError, PatchError, VerificationError
 from tilewright.models import attention, fp8_linears, planning, quantise
+from tilewright.models.agreement import MOST
 from tilewright.models.planning import Mode
 from tilewright.models.report import OPS_OF_KIND, Report
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
 from tilewright.models.stand_in import planned_for
-from tilewright.models.verification import MOST, Verification, compare
+from tilewright.models.training.comparison import judgement
+from tilewright.models.verification import Verification, compare
 from tilewright.nn.weight_casts import WeightCasts
 
 
@@ -44,11 +46,12 @@ def patch(
     Linear layers run on our product for those numbers of rows at which it was measured faster on this GPU, and as
     before for all others and wherever a gradient is needed.
 
-    mode     "inference", or "train", which uses only ops that have a gradient and also verifies gradients
+    mode     "inference", or "train", which uses only ops that have a gradient, verifies gradients, and computes a
+             language model's loss without logits: given labels in training, they are None unless skip_logits=False
     verify   compare logits with a float32 copy of the unpatched model (float64 for a float32 model), which needs memory
     inputs   what `verify` runs on: token ids (B, S) or keyword arguments of the model; None draws random tokens
-    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers") or
-             of ops ("rms_norm", ...)
+    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers",
+             "loss") or of ops ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
     fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against
@@ -124,7 +127,7 @@ class Patch:
         plan = planning.plan(model, mode, allowed, backend, fp8)
         self._swaps = {module: specialise(type(module), chosen.recipe) for module, chosen in plan.chosen.items()}
         self._fp8 = {module: WeightCasts() for module, chosen in plan.chosen.items() if chosen.kind == "fp8"}
-        row, self._rebindings = attention.switch(model, "attention" in allowed, backend)
+        row, self._rebindings = attention.switch(model, "attention" in allowed, backend, training=mode == "train")
         rows = plan.rows if row is None else [*plan.rows, row]
         self._exchange = None if quant is None else quantise.Exchange(model, quant, backend=backend)
         if self._exchange is not None:
@@ -150,9 +153,10 @@ class Patch:
         """Compare the patched and the unpatched model, each with a wider copy of the unpatched one.
 
         inputs as in `patch`. Raises VerificationError where the logits' error exceeds 1.1 times the unpatched model's
-        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.  With fp8=True that
-        rule judges the model without float8.  With float8 the error may be 1.1 times the sum of the unpatched model's
-        and of the same float8 in plain torch, at most 0.25; agreement is reported and not judged.
+        or top-1 agreement fell beyond both 95 % intervals; in mode "train" also where all gradients are off 3 times as
+        far, or the loss or its gradient of a parameter 2 times.  With fp8=True that rule judges the model without
+        float8.  With float8 the error may be 1.1 times the sum of the unpatched model's and of the same float8 in plain
+        torch, at most 0.25; agreement is reported and not judged.
         """
         if not self._active:
             raise PatchError("this patch was undone; there is nothing to verify.")
@@ -180,7 +184,8 @@ class Patch:
     ) -> Verification:
         train = self.mode == "train"
         without = self._suspended(quantised=in_torch is not None)
-        result = compare(self.model, inputs, without, gradients=train, in_torch=in_torch, most=most)
+        losses = judgement(self.model, self._report) if train else None
+        result = compare(self.model, inputs, without, gradients=train, in_torch=in_torch, most=most, losses=losses)
         if not result.passed:
             raise VerificationError(f"{failure}\n{result}")
         return result

@@ -26,6 +26,8 @@ from tilewright.models import (
 from tilewright.models.moe import experts, routers, scored_blocks
 from tilewright.models.report import Row
 from tilewright.models.stand_in import NotReplaceable, Proposal
+from tilewright.models.training import losses
+from tilewright.models.training.head import LossRecipe
 
 Mode = Literal["inference", "train"]
 Proposals = dict[nn.Module, list[Proposal | NotReplaceable]]
@@ -42,13 +44,13 @@ class Plan:
 def plan(model: nn.Module, mode: Mode, allowed: frozenset[str], backend: str | None, fp8: bool) -> Plan:
     """Probe every module of `model` and choose; nothing is replaced yet.   allowed: names of ops."""
     heads = fp8_linears.heads(model) if fp8 else None
-    proposals = _propose(model, heads, backend)
+    proposals = _propose(model, mode, heads, backend)
     merged = frozenset[nn.Module]() if heads is None else _merge_fp8_mlps(proposals, allowed, backend)
     _propose_add_norms(proposals, backend)
     return _choose(model, proposals, merged, mode, allowed)
 
 
-def _propose(model: nn.Module, heads: frozenset[nn.Module] | None, backend: str | None) -> Proposals:
+def _propose(model: nn.Module, mode: Mode, heads: frozenset[nn.Module] | None, backend: str | None) -> Proposals:
     """Step 1.   heads: linear layers that float8 leaves; None: nothing runs in float8."""
     tables = rotary_tables.tables(model)
     proposals: Proposals = {}
@@ -58,6 +60,8 @@ def _propose(model: nn.Module, heads: frozenset[nn.Module] | None, backend: str 
         answers += _ask(partial(experts.find, backend=backend), module)
         answers += _ask(partial(scored_blocks.find, backend=backend), module)
         answers += _ask(partial(routers.find, backend=backend), module)
+        if mode == "train":
+            answers += _ask(partial(losses.find, backend=backend), module)
         fp8: list[Proposal | NotReplaceable] = []
         if heads is not None:
             fp8 = _ask(partial(fp8_linears.find, heads=heads, backend=backend), module)
@@ -117,6 +121,8 @@ def _choose(
                 rows.append(row(answer.kind, "replaced", answer.text + note))
                 if isinstance(answer.recipe, decoder_layers.AddNormRecipe):
                     fused_norms.add(getattr(module, answer.recipe.norm2))
+                if isinstance(answer.recipe, LossRecipe):  # a model comes before its head, which nothing else takes
+                    proposals[getattr(module, answer.recipe.head)] = [losses.HEAD]
     return Plan(rows, chosen)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers"]
+Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers", "loss"]
 OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
     "norm": ("rms_norm", "layer_norm"),
     "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
@@ -15,6 +15,7 @@ OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
     "linear": ("matmul",),
     "experts": ("fused_moe", "fused_moe_bias"),
     "routers": ("topk_softmax", "topk_sigmoid"),
+    "loss": ("linear_cross_entropy",),
     "attention": (),  # a name in the model's configuration: see `attention.choice`
 }
 """The names that `patch(ops=)` allows: kinds of modules, and the ops that replace them."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilewright.errors import TilewrightError
 from tilewright.models.report import Kind
 from tilewright.models.specialise import Recipe
-from tilewright.models.transformers_names import wraps_subclasses
+from tilewright.models.transformers_names import is_subclassed_freely, wraps_subclasses
 
 Match = Literal["bitwise", "to rounding"]
 
@@ -162,7 +162,7 @@ def obstacle(module: nn.Module) -> str | None:
         return "its forward is overridden on the instance (by an offloading or adapter hook)"
     if not inspect.isfunction(inspect.getattr_static(type(module), "forward", None)):
         return "its forward is not a plain Python function"
-    if hasattr(type(module).__init_subclass__, "__func__") and not wraps_subclasses(type(module)):
+    if hasattr(type(module).__init_subclass__, "__func__") and not is_subclassed_freely(type(module)):
         return "its class acts on being subclassed (__init_subclass__)"
     return None
 

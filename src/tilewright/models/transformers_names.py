@@ -12,6 +12,9 @@ names (`AutoConfig`, `AttentionInterface`, `PreTrainedModel`) are imported where
 | `initialization.no_init_weights` | 5.0 | |
 | `GenerationConfig._get_default_generation_params` | 5.0 | |
 | `modeling_layers.GradientCheckpointingLayer` | 5.0 | from 5.23 it wraps the `forward` of its subclasses |
+| `modeling_utils.PreTrainedModel.__init_subclass__` | 5.0 | derives `config_class`, registers nothing |
+| `loss.loss_utils.ForCausalLMLoss` | 5.0 | what `loss_function` of a causal language model is |
+| `modeling_outputs.MoeModelOutputWithPast` | 5.0 | a decoder's result, with all fields that a head reads |
 | `PagedAttentionCache` | 5.14 | windows right from 5.16, other structure from 5.18; from 5.19 no foreign names |
 
 Transformers is imported inside the functions, and always by the submodule: the package itself is a lazy module, which
@@ -154,3 +157,33 @@ def wraps_subclasses(cls: type) -> bool:
     layer = getattr(layers, "GradientCheckpointingLayer", object)
     hook = getattr(layer.__init_subclass__, "__func__", None)
     return hook is not None and getattr(cls.__init_subclass__, "__func__", None) is hook
+
+
+def is_subclassed_freely(cls: type) -> bool:
+    """True if `__init_subclass__` of `cls` does nothing that a subclass with our `forward` would have to avoid.
+
+    That is the hook of `wraps_subclasses`, and that of `PreTrainedModel`, which sets `config_class` on the subclass.
+    """
+    if wraps_subclasses(cls):
+        return True
+    models = sys.modules.get("transformers.modeling_utils")
+    hook = getattr(getattr(models, "PreTrainedModel", object).__init_subclass__, "__func__", None)
+    return hook is not None and getattr(cls.__init_subclass__, "__func__", None) is hook
+
+
+def causal_lm_loss() -> Callable[..., Any] | None:
+    """`ForCausalLMLoss`; None where transformers was not imported."""
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    return getattr(losses, "ForCausalLMLoss", None)
+
+
+def decoder_output(hidden: Tensor) -> Any:
+    """What a decoder returns to its head: the last hidden states (B, S, H), and None for whatever else is read."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    class Output(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return Output(last_hidden_state=hidden)

@@ -5,7 +5,6 @@ with float32 (float64 for a float32 model) shows whether the patch made the mode
 """
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,52 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import InputError
-from tilewright.models.agreement import Agreement, logits_of, relative_error
+from tilewright.models.agreement import MOST, Agreement, Comparison, logits_of, relative_error
 from tilewright.models.cpu_sizes import every_size_on_ops
-from tilewright.models.wide import full_precision, wide_copy, wide_dtype
+from tilewright.models.training.comparison import (
+    Judgement,
+    LossComparison,
+    compare_losses,
+    labels_for,
+    loss_and_gradients,
+)
+from tilewright.models.wide import dominant_dtype, full_precision, wide_copy, wide_dtype
 
 LIMIT = 1.1  # error of the patched model / error of the unpatched one, logits
-GRADIENT_LIMIT = 3.0  # the same for gradients, which pass through every rounding twice
-MOST = 0.25  # largest relative error of logits in float8: a model that loses more does not suit it
-FLOOR = 1e-6  # relative errors below this are float32 noise: the wider copy still norms and rotates in float32
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Relative Frobenius error of the patched and of the unpatched model against the reference.
-
-    narrow: the error of the same float8, or other format of few bits, with plain torch products; our kernels may add
-    `limit` times that.   most: largest error in such a format.
-    """
-
-    error: float
-    unpatched_error: float
-    limit: float
-    narrow: float = 0.0
-    most: float = MOST
-
-    @property
-    def ratio(self) -> float:
-        """Error of the patched model over that of the unpatched one; 1 where both are exact."""
-        if self.unpatched_error == 0.0:
-            return 1.0 if self.error == 0.0 else math.inf
-        return self.error / self.unpatched_error
-
-    @property
-    def passed(self) -> bool:
-        """True if the error is at most `limit` times the sum of the unpatched model's and float8's.  A NaN fails."""
-        return self.error <= self.limit * (self.unpatched_error + self.narrow) + FLOOR and not (
-            self.narrow and self.error > self.most
-        )
-
-    def __str__(self) -> str:
-        if self.narrow:
-            return (
-                f"{self.error:.3e}, the same numbers in plain torch {self.narrow:.3e}, "
-                f"unpatched {self.unpatched_error:.3e} "
-                f"(limit {self.limit:g} of their sum, and {self.most:g})"
-            )
-        return f"{self.error:.3e}, unpatched {self.unpatched_error:.3e}, ratio {self.ratio:.3f} (limit {self.limit:g})"
+GRADIENT_LIMIT = 3.0  # the same for all gradients, which pass through every rounding twice
 
 
 @dataclass(frozen=True)
@@ -73,6 +39,7 @@ class Verification:
     top1: Agreement
     unpatched_top1: Agreement
     gradients: Comparison | None
+    losses: LossComparison | None = None  # where the loss was replaced
 
     @property
     def passed(self) -> bool:
@@ -80,7 +47,7 @@ class Verification:
 
         In float8 agreement is reported and not judged: close logits change order by the error of float8 alone.
         """
-        accurate = self.logits.passed and (self.gradients is None or self.gradients.passed)
+        accurate = all(each is None or each.passed for each in (self.logits, self.gradients, self.losses))
         if self.logits.narrow:
             return accurate
         return accurate and self.top1.interval[1] >= self.unpatched_top1.interval[0]
@@ -93,6 +60,8 @@ class Verification:
         ]
         if self.gradients is not None:
             lines.append(f"  gradient error  {self.gradients}")
+        if self.losses is not None:
+            lines.append(str(self.losses))
         return "\n".join(lines)
 
 
@@ -104,12 +73,14 @@ def compare(
     gradients: bool,
     in_torch: AbstractContextManager[None] | None = None,
     most: float = MOST,
+    losses: Judgement | None = None,
 ) -> Verification:
     """Compare `model` as it is with `model` inside `unpatched`, in evaluation mode; nothing of the model is changed.
 
     inputs: the tensor that the model takes first (token ids (B, S), pixels), or its keyword arguments; None draws
     random tokens.  Raises InputError where the unpatched model fails on them.  If they hold an `attention_mask`, only
     unmasked positions count.   in_torch: inside it float8 products are torch's; None where nothing runs in float8.
+    losses: how to judge the gradients of the loss without logits; None: do not compare it.
     """
     kwargs = _keyword_inputs(model, inputs)
     with _evaluation_mode(model):
@@ -122,15 +93,22 @@ def compare(
                     f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]} "
                     "Pass inputs= that its forward takes, or verify=False."
                 ) from error
+            if losses is not None:
+                labelled = {"labels": labels_for(base, kwargs.get("attention_mask")), **kwargs}
+                base_loss = loss_and_gradients(model, labelled)
             reference_dtype = wide_dtype(model)
             reference = wide_copy(model, reference_dtype, next(model.parameters()).device)
         got, got_grads = _run(model, kwargs, gradients)
+        if losses is not None:
+            got_loss = loss_and_gradients(model, {**labelled, "skip_logits": True})
         narrow = got
         if in_torch is not None:
             with in_torch:
                 narrow, _ = _run(model, kwargs, False)
         with full_precision():
             exact, exact_grads = _run(reference, kwargs, gradients)
+            if losses is not None:
+                exact_loss = loss_and_gradients(reference, labelled)
     keep = _counted_positions(kwargs, exact)
     got, narrow, base, exact = got[keep], narrow[keep], base[keep], exact[keep]
     return Verification(
@@ -150,6 +128,9 @@ def compare(
         )
         if gradients
         else None,
+        losses=None
+        if losses is None
+        else compare_losses(got_loss, base_loss, exact_loss, dominant_dtype(model), judged=losses),
     )
 
 

@@ -7,15 +7,18 @@ from tilewright.nn.gated_norm import RMSNormGated
 from tilewright.nn.group_norm import GroupNorm
 from tilewright.nn.int8_linear import Int8Linear
 from tilewright.nn.linear import Linear
+from tilewright.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from tilewright.nn.mlp import GeGLUMLP, SwiGLUMLP
 from tilewright.nn.norm import AddRMSNorm, LayerNorm, RMSNorm
 from tilewright.nn.rotary import RotaryEmbedding
 from tilewright.nn.smoothing import smooth_, smoothing_factors
+from tilewright.nn.softmax import Softmax
 from tilewright.nn.weight_only_linear import WeightOnlyLinear
 
 __all__ = [
     "AddRMSNorm",
     "Attention",
+    "CrossEntropyLoss",
     "DifferentialAttention",
     "FP8Linear",
     "GeGLUMLP",
@@ -23,9 +26,11 @@ __all__ = [
     "Int8Linear",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropyLoss",
     "RMSNorm",
     "RMSNormGated",
     "RotaryEmbedding",
+    "Softmax",
     "SwiGLUMLP",
     "WeightOnlyLinear",
     "smooth_",

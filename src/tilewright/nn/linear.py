@@ -11,7 +11,7 @@ from tilewright.dispatch import numerics, use_backend
 from tilewright.dispatch.derivatives import level_is_open
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
-from tilewright.hardware.autocast import AUTOCASTS
+from tilewright.hardware.autocast import cast_as_linear
 from tilewright.nn.weight_gradient import gradient_to_accumulate, is_needed
 from tilewright.ops.gemm.activation import activated
 from tilewright.ops.gemm.operands import ACTIVATIONS
@@ -63,21 +63,13 @@ class Linear(nn.Linear):
             return result.squeeze(0)
         if self.grad_dtype is not None and torch.is_grad_enabled():
             return _uncompiled(self, x)
-        x, weight, bias = _autocast(x, self.weight, self.bias)
+        x, weight, bias = cast_as_linear(x, self.weight, self.bias)
         return ops.matmul(x, weight, bias=bias, activation=self.activation, trans_b=True, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Sizes and options, for `print(model)`."""
         options = {"activation": self.activation, "backend": self.backend, "grad_dtype": self.grad_dtype}
         return super().extra_repr() + "".join(f", {k}={v}" for k, v in options.items() if v is not None)
-
-
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    device = x.device.type
-    if x.dtype == torch.float64 or device not in AUTOCASTS or not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _trained(layer: Linear, x: Tensor) -> Tensor:
@@ -92,7 +84,7 @@ def _trained(layer: Linear, x: Tensor) -> Tensor:
         )
     if layer.weight.dtype == torch.float64:
         raise InputError("Linear: weight is torch.float64, and grad_dtype is narrower. Leave grad_dtype away.")
-    x, weight, bias = _autocast(x, layer.weight, layer.bias)
+    x, weight, bias = cast_as_linear(x, layer.weight, layer.bias)
     if not weight.requires_grad or level_is_open():  # the op has forward-mode derivatives, `_WideGradient` has none
         return ops.matmul(x, weight, bias=bias, activation=layer.activation, trans_b=True, backend=layer.backend)
     z: Tensor = _WideGradient.apply(x, weight, layer.weight, bias, layer.backend)

@@ -54,14 +54,20 @@ class Rebinding:
         self.module.__dict__[self.name] = self.old
 
 
-def switch(model: nn.Module, allowed: bool, backend: str | None = None) -> tuple[Row | None, list[Rebinding]]:
-    """The row of the report (None for a model without a configured attention), and the attributes to rebind."""
+def switch(
+    model: nn.Module, allowed: bool, backend: str | None = None, *, training: bool = False
+) -> tuple[Row | None, list[Rebinding]]:
+    """The row of the report (None for a model without a configured attention), and the attributes to rebind.
+
+    training: dropout will run, which kernels of `ops.fmha` do not have.
+    """
     config = getattr(model, "config", None)
     current = getattr(config, "_attn_implementation", None)
     if current is None:
         return None, []
     name, lost = type(model).__name__, lost_by_sdpa(model)
-    ours, why_not = _choose_fmha(model, current, backend) if allowed else (None, "")
+    dropout = _dropout(model) if training else 0.0
+    ours, why_not = _choose_fmha(model, current, backend, dropout) if allowed else (None, "")
     if ours is not None:
         return Row("", name, "attention", "replaced", ours[1]), list(_rebindings(model, config, ours[0]))
     if current != "eager":
@@ -87,7 +93,9 @@ def lost_by_sdpa(model: nn.Module) -> list[str]:
     return sorted(meaning for word, (meaning, _) in _IGNORED_BY_SDPA.items() if word in _passed(model))
 
 
-def _choose_fmha(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[str, str] | None, str]:
+def _choose_fmha(
+    model: nn.Module, current: str, backend: str | None, dropout: float
+) -> tuple[tuple[str, str] | None, str]:
     """((registered name, text of the report), ""), or (None, why not); the reason is empty for an automatic choice."""
     layers = list(_attention_layers(model))
     if backend in (None, "auto"):
@@ -102,12 +110,19 @@ def _choose_fmha(model: nn.Module, current: str, backend: str | None) -> tuple[t
         if not sizes:
             return None, ""
         text = f"ops.fmha where it was measured faster (sizes with these heads: {sizes}), else {current} as before"
+        if dropout:
+            text += f", which also does the dropout of {dropout:g} in training"
         interface.register_attention()
         return (interface.MEASURED, text), ""
     if backend == "torch":
         return None, ""  # SDPA is torch's attention
     if not layers:
         return None, f"; ops.fmha[{backend}] does not take it: its layers do not ask transformers' registry"
+    if dropout:
+        return (
+            None,
+            f"; ops.fmha[{backend}] does not take it: it drops weights with probability {dropout:g} in training",
+        )
     if reason := _why_not_fmha(model, current, layers) or _why_not_on_backend(model, backend):
         return None, f"; ops.fmha[{backend}] does not take it: {reason}"
     interface.register_attention()
@@ -154,6 +169,18 @@ def _why_not_on_backend(model: nn.Module, backend: str) -> str | None:
         except BackendError as error:
             return str(error)
     return None
+
+
+def _dropout(model: nn.Module) -> float:
+    """The largest probability of dropout in an attention layer of the model, in training."""
+    members = (
+        member
+        for layer in _attention_layers(model)
+        for name, member in (*vars(layer).items(), *layer._modules.items())
+        if name in ("attention_dropout", "attn_dropout")
+    )
+    rates = (member.p if isinstance(member, nn.Dropout) else member for member in members)
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
 def _attention_layers(model: nn.Module) -> Iterator[nn.Module]:

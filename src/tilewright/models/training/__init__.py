@@ -1,0 +1,1 @@
+"""What `patch(mode="train")` adds: the loss without logits, and the comparison of losses and gradients."""
