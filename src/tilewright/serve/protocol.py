@@ -43,7 +43,6 @@ class Sampled(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    min_tokens: int = Field(0, ge=0)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -76,7 +75,6 @@ class Sampled(BaseModel):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias or {},
-            min_tokens=self.min_tokens,
             max_tokens=default_tokens if self.max_tokens is None else self.max_tokens,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
