@@ -11,8 +11,10 @@ from tests.models import zoo
 from tilewright import Engine
 from tilewright.engine import SamplingParams
 from tilewright.engine.lookup import PromptLookup
+from tilewright.engine.runner import Runner
 from tilewright.errors import InputError
 
+MANY = {"max_batch": 8, "step_tokens": 48, "page_size": 4, "max_context": 64}
 REPEATED = [5, 9, 2, 7, 5, 9, 2, 7, 5, 9]
 
 
@@ -39,10 +41,10 @@ def accepted(monkeypatch):
 
 def test_tokens_are_those_without_speculation(model, accepted):
     each = [
-        SamplingParams(max_tokens=40),
-        SamplingParams(max_tokens=40, temperature=0.3, seed=1),
-        SamplingParams(max_tokens=40, temperature=1.5, top_k=4, top_p=0.9, min_p=0.02, seed=2, logprobs=True),
-        SamplingParams(max_tokens=40, frequency_penalty=0.5),
+        SamplingParams(max_tokens=30),
+        SamplingParams(max_tokens=30, temperature=0.3, seed=1),
+        SamplingParams(max_tokens=30, temperature=1.5, top_k=4, top_p=0.9, min_p=0.02, seed=2, logprobs=True),
+        SamplingParams(max_tokens=30, frequency_penalty=0.5),
         SamplingParams(max_tokens=1),
         SamplingParams(max_tokens=2),
     ]
@@ -75,6 +77,36 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request(model, accepted, mo
     assert output.tokens == tokens[: tokens.index(stop) + 1]
     assert (whole.tokens, whole.reused) == (tokens, 8)
     assert accepted[4, 5] > 3
+
+
+class EagerGraphs(dict):
+    """Stands for `StepGraphs` on a CPU: a replay computes the step that was captured, of its padded shape."""
+
+    def capture(self, key, step, rewind):
+        step()
+        self[key] = step
+
+    def replay(self, key):
+        self[key]()
+
+
+@pytest.mark.parametrize("speculation", [None, "prompt_lookup"])
+def test_padded_steps_change_nothing(model, monkeypatch, speculation):
+    monkeypatch.setattr(Runner, "_wait", lambda runner: None)
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {5: 1.0}, "min_tokens": 3}
+    each = [SamplingParams(max_tokens=12 + 3 * n, seed=n, **penalties if n % 3 == 1 else {}) for n in range(7)]
+    prompts = [REPEATED[: 4 + n] for n in range(7)]
+    sizes = SIZES | {"max_batch": 7, "step_tokens": 32}
+    with Engine(model, **sizes) as engine:
+        plain = engine.generate(prompts, each)
+    with Engine(model, speculation=speculation, cache_tokens=96, **sizes) as engine:
+        graphs = engine._runner._graphs = EagerGraphs()
+        engine.warmup()
+        assert len(graphs) == 6 * (1 if speculation is None else 2)
+        outputs = engine.generate(prompts, each)
+        assert len(graphs) > 6 * (1 if speculation is None else 2), "with penalties they are captured when met"
+        assert engine.statistics["preemptions"] > 0
+    assert [output.tokens for output in outputs] == [output.tokens for output in plain]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
@@ -113,14 +145,14 @@ def test_options_are_checked(model, change, match):
         Engine(model, **SIZES | change)
 
 
-@pytest.mark.parametrize("speculation", [None, "prompt_lookup"])
-def test_nothing_is_lost_or_mixed_among_many(model, speculation):
-    draw = random.Random(3)
-    every = []
+@pytest.fixture(scope="module")
+def many(model):
+    """Prompts, parameters, and the outputs of an engine with room for all."""
+    draw, every = random.Random(3), []
     for n in range(64):
         tokens = (prompt(8, n % 5) * 3)[: draw.randint(1, 24)]
         params = SamplingParams(
-            max_tokens=draw.randint(1, 20),
+            max_tokens=draw.randint(1, 16),
             temperature=draw.choice((0.0, 0.7)),
             seed=n % 7,
             presence_penalty=draw.choice((0.0, 0.0, 0.5)),
@@ -129,21 +161,23 @@ def test_nothing_is_lost_or_mixed_among_many(model, speculation):
             stop_tokens=draw.choice(((), (3, 40))),
         )
         every.append((tokens, params))
-    sizes = {"max_batch": 6, "step_tokens": 24, "page_size": 4, "max_context": 64}
-    with Engine(model, Letters(), **sizes) as engine:
-        plain = engine.generate(*zip(*every, strict=True))
-    with Engine(model, Letters(), cache_tokens=80, speculation=speculation, **sizes) as engine:
+    with Engine(model, Letters(), **MANY) as engine:
+        return every, engine.generate(*zip(*every, strict=True))
+
+
+@pytest.mark.parametrize("speculation", [None, "prompt_lookup"])
+def test_nothing_is_lost_or_mixed_among_many(model, many, speculation):
+    every, plain = many
+    with Engine(model, Letters(), cache_tokens=64, speculation=speculation, **MANY) as engine:
         generations = [engine.submit(*each) for each in every]
         for generation in generations[::5]:
             generation.cancel()
         outputs = [generation.result(timeout=60) for generation in generations]
         assert engine.statistics["pages_held"] == engine.statistics["running"] == engine.statistics["waiting"] == 0
         assert engine.statistics["preemptions"] > 0
-        again = [engine.submit(*each).result(60) for each in every[:3]]
     for n, (output, wanted) in enumerate(zip(outputs, plain, strict=True)):
         assert output.prompt == wanted.prompt
         if n % 5:
             assert (output.tokens, output.text, output.reason) == (wanted.tokens, wanted.text, wanted.reason)
         else:
             assert output.tokens == wanted.tokens[: len(output.tokens)]
-    assert [output.tokens for output in again] == [output.tokens for output in plain[:3]]

@@ -9,7 +9,7 @@ from tests.models import zoo
 from tilewright import Engine
 from tilewright.engine import SamplingParams
 from tilewright.engine.text import StoppedText
-from tilewright.errors import InputError
+from tilewright.errors import InputError, TilewrightError
 
 COUNT = 30
 
@@ -59,9 +59,14 @@ def test_a_stop_string_may_be_shown_and_tokens_may_be_free_of_it():
     assert released(["aS", "Tb"], ["ST"], free=1) == (["aS", "Tb", ""], False)
 
 
+@pytest.fixture(scope="module")
+def model():
+    return silent(zoo.build("llama"))
+
+
 @pytest.fixture(scope="module", params=[None, "prompt_lookup"])
-def engine(request):
-    with Engine(silent(zoo.build("llama")), Letters(), speculation=request.param, **SIZES) as engine:
+def engine(model, request):
+    with Engine(model, Letters(), speculation=request.param, **SIZES) as engine:
         yield engine
 
 
@@ -96,6 +101,21 @@ def test_asynchronous_pieces_and_text_that_waits_at_the_end(engine, text):
     assert shown[-1].token == -1, "what could have been the beginning of a stop string"
 
 
-def test_stop_strings_need_a_tokenizer():
-    with Engine(silent(zoo.build("llama")), **SIZES) as engine, pytest.raises(InputError, match="need a tokenizer"):
+def test_stop_strings_need_a_tokenizer(model):
+    with Engine(model, **SIZES) as engine, pytest.raises(InputError, match="need a tokenizer"):
         engine.submit(prompt(3), SamplingParams(stop="x"))
+
+
+def test_an_error_of_the_tokenizer_fails_its_request_alone(model):
+    class Broken(Letters):
+        def decode(self, tokens, skip_special_tokens):
+            raise ValueError("no such token")
+
+    with Engine(model, Broken(), **SIZES) as engine:
+        bad = engine.submit(prompt(3), SamplingParams(max_tokens=4, stop="x"))
+        good = engine.submit(prompt(3), SamplingParams(max_tokens=4))
+        with pytest.raises(TilewrightError, match="no such token"):
+            bad.result(timeout=60)
+        with pytest.raises(ValueError, match="no such token"):  # its text, for who asks
+            good.result(timeout=60)
+        assert engine.is_alive

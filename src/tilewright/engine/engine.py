@@ -288,8 +288,12 @@ class Engine:
             self._end(sequence, "failed", FloatingPointError(f"no logit is above -inf: {reason}"))
             return
         sequence.read(token, logprob if sequence.params.logprobs else None)
-        if self._generations[sequence].deliver(token):
-            sequence.reason = "stop"
+        try:
+            if self._generations[sequence].deliver(token):
+                sequence.reason = "stop"
+        except Exception as error:  # noqa: BLE001 - of the tokenizer, which is the caller's
+            self._end(sequence, "failed", error)
+            return
         if sequence.reason is not None:
             self._end(sequence, sequence.reason)
 

@@ -142,7 +142,7 @@ class Generation:
     def end(self, error: BaseException | None = None) -> None:
         """Nothing comes any more."""
         self._error = error
-        if self._stopped is not None and (rest := self._stopped.end()):
+        if error is None and self._stopped is not None and (rest := self._stopped.end()):
             self._pieces.put((-1, rest))
         self._outcome.put(None)
         self._pieces.put(None)
