@@ -1,4 +1,4 @@
-"""Stop strings: found across tokens, never shown in part, whoever waits for the text."""
+"""Stop strings: found across tokens, never shown in part, for all ways to read the text."""
 
 import asyncio
 
