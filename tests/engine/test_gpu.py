@@ -71,3 +71,27 @@ def test_end_of_text_and_cancelling_while_a_step_is_ahead():
         assert stopped.result(60).tokens == tokens[: tokens.index(tokens[9]) + 1]
         assert running[0].result(60).reason == "cancelled"
         assert [generation.result(60).tokens for generation in running[1:]] == wanted[1:]
+
+
+def test_penalties_in_graphs_and_one_step_ahead_are_those_of_one_request():
+    model = silent("llama")
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "logit_bias": {5: 1.0}, "min_tokens": 7}
+    each = [SamplingParams(max_tokens=40, **penalties if n % 2 else {}) for n in range(9)]
+    with Engine(model, graphs=False, **SIZES) as engine:
+        alone = [engine.generate(p, params)[0].tokens for p, params in zip(prompts(), each, strict=True)]
+    with Engine(model, graphs=True, cache_tokens=128, **SIZES) as engine:
+        assert [output.tokens for output in engine.generate(prompts(), each)] == alone
+        assert engine.statistics["preemptions"] > 0
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+def test_speculated_tokens_are_those_without(kv_dtype):
+    model = silent("llama")
+    each = [SamplingParams(max_tokens=40, temperature=0.3 * (n % 3), seed=n) for n in range(9)]
+    repeated = [p[:6] * 4 for p in prompts()]
+    with Engine(model, graphs=True, kv_dtype=kv_dtype, **SIZES) as engine:
+        plain = engine.generate(repeated, each)
+    with Engine(model, graphs=True, kv_dtype=kv_dtype, speculation="prompt_lookup", **SIZES) as engine:
+        engine.warmup()
+        outputs = engine.generate(repeated, each)
+    assert [output.tokens for output in outputs] == [output.tokens for output in plain]

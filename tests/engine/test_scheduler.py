@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilewright.engine.lookup import PromptLookup
 from tilewright.engine.pages import PagePool
 from tilewright.engine.params import SamplingParams
 from tilewright.engine.scheduler import Scheduler
@@ -35,20 +36,23 @@ class Device:
             if len(tokens) < chunk.count:
                 tokens.append(self.newest[sequence.slot])
             assert len(tokens) == chunk.count
+            tokens += chunk.drafts
             for position, token in enumerate(tokens, chunk.start):
                 self.pages[sequence.pages[position // self.size]][position % self.size] = token
         for chunk in chunks:
-            read = [self.pages[chunk.sequence.pages[i // self.size]][i % self.size] for i in range(chunk.end)]
-            token = next_token(read) if chunk.draws else None
+            length = chunk.end + len(chunk.drafts)
+            read = [self.pages[chunk.sequence.pages[i // self.size]][i % self.size] for i in range(length)]
+            tokens = [next_token(read[:end]) for end in range(chunk.end, length + 1)] if chunk.draws else []
             if chunk.draws:
-                self.newest[chunk.sequence.slot] = token
-            drawn.append(token)
+                self.newest[chunk.sequence.slot] = tokens[0]
+            drawn.append(tokens)
         return chunks, drawn
 
 
 def next_token(tokens):
-    """The "model": depends on all tokens before."""
-    return (sum((i + 1) * token for i, token in enumerate(tokens)) * 7 + len(tokens)) % 10
+    """The "model": depends on all tokens before, and mostly repeats what stood 3 before."""
+    checksum = (sum((i + 1) * token for i, token in enumerate(tokens)) * 7 + len(tokens)) % 10
+    return tokens[-3] if len(tokens) > 2 and checksum < 5 else checksum
 
 
 def answer(prompt, count, stops):
@@ -60,39 +64,54 @@ def answer(prompt, count, stops):
     return tokens[len(prompt) :]
 
 
+def read(scheduler, chunks, drawn):
+    """What the engine does with the results of a step."""
+    for chunk, tokens in zip(chunks, drawn, strict=True):
+        for token in tokens[: scheduler.accept(chunk, tokens)]:
+            if chunk.sequence.status is not Status.FINISHED:
+                chunk.sequence.read(token, None)
+                if chunk.sequence.reason:
+                    scheduler.finish(chunk.sequence, chunk.sequence.reason)
+
+
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 REQUESTS = st.lists(st.tuples(PROMPTS, st.integers(1, 8), st.booleans(), st.integers(0, 6)), min_size=1, max_size=8)
 
 
 @settings(max_examples=300, deadline=None)
-@given(REQUESTS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 7), st.integers(0, 6), st.integers(0, 12))
-def test_every_request_gets_its_answer(requests, page_size, max_batch, step_tokens, extra_pages, cancelled):
+@given(
+    REQUESTS,
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 7),
+    st.integers(0, 6),
+    st.integers(0, 12),
+    st.sampled_from((0, 0, 1, 3)),
+)
+def test_every_request_gets_its_answer(requests, page_size, max_batch, step_tokens, extra_pages, cancelled, drafts):
     longest = max(len(prompt) + count for prompt, count, _, _ in requests)
     pool = PagePool(-(-longest // page_size) + extra_pages, page_size)
-    scheduler, device = Scheduler(pool, max_batch, step_tokens), Device(pool)
+    step_tokens = max(step_tokens, max_batch * (1 + drafts)) if drafts else step_tokens
+    scheduler, device = Scheduler(pool, max_batch, step_tokens, drafts), Device(pool)
     arrivals = deque(sorted(requests, key=lambda request: request[3]))
     every, queued, steps = [], deque(), 0
     while arrivals or queued or scheduler.running or scheduler.waiting:
         while arrivals and arrivals[0][3] <= steps:
             prompt, count, stops, _ = arrivals.popleft()
-            every.append(
-                Sequence(list(prompt), SamplingParams(max_tokens=count), 0, frozenset((STOP,) if stops else ()))
-            )
+            its_stops, lookup = frozenset((STOP,) if stops else ()), PromptLookup() if drafts else None
+            every.append(Sequence(list(prompt), SamplingParams(max_tokens=count), 0, its_stops, lookup))
             scheduler.add(every[-1])
         if steps == cancelled and every and every[0].status is not Status.FINISHED:
             scheduler.finish(every[0], "cancelled")
+        if queued and drafts:
+            read(scheduler, *queued.popleft())
         chunks = scheduler.plan()
-        assert sum(chunk.count for chunk in chunks) <= max(step_tokens, 0)
+        assert sum(chunk.count + len(chunk.drafts) for chunk in chunks) <= step_tokens
         assert len(chunks) <= max_batch
         if chunks:
             queued.append(device.compute(chunks))
         if len(queued) > 1 or (queued and not chunks):  # the host reads one step behind
-            for chunk, token in zip(*queued.popleft(), strict=True):
-                scheduler.publish(chunk)
-                if chunk.draws:
-                    chunk.sequence.read(token, None)
-                    if chunk.sequence.reason and chunk.sequence.status is not Status.FINISHED:
-                        scheduler.finish(chunk.sequence, chunk.sequence.reason)
+            read(scheduler, *queued.popleft())
         steps += 1
         assert steps < 2000, "requests do not end"
     for sequence in every:
@@ -131,7 +150,7 @@ def test_a_prefix_is_shared_only_after_the_gpu_wrote_it():
     scheduler.add(early)
     scheduler.plan()
     assert early.reused == 0
-    scheduler.publish(chunk)
+    scheduler.accept(chunk, [])
     scheduler.add(late)
     scheduler.plan()
     assert late.reused == 4
@@ -150,8 +169,46 @@ def test_the_youngest_gives_its_pages_back_and_goes_on_later():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 2.0}, {"max_tokens": 0}, {"seed": 2**63}]
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 2.0},
+        {"max_tokens": 0},
+        {"seed": 2**63},
+        {"min_tokens": 129},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("nan")},
+        {"stop": ("a", "")},
+        {"stop": ""},
+        {"logit_bias": {3: float("nan")}},
+    ],
 )
 def test_parameters_are_checked(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is "):
         SamplingParams(**wrong)
+
+
+def test_tokens_are_speculated_where_they_stood_before():
+    lookup = PromptLookup()
+    assert lookup.drafts([1, 2, 3, 4, 1], 3) == ()
+    assert lookup.drafts([1, 2, 3, 4, 1, 2], 3) == (3, 4, 1)
+    assert lookup.drafts([1, 2, 3, 4, 1, 2, 9, 3, 4], 2) == (1, 2)
+    assert lookup.drafts([1, 2, 3, 4, 1, 2, 9, 3, 4, 5, 2, 3, 4], 2) == (1, 2), "three that agree go before two"
+    assert PromptLookup().drafts([7, 7, 7], 4) == (7, 7, 7, 7)
+    assert PromptLookup().drafts([7], 4) == ()
+
+
+def test_drafts_keep_to_the_room_the_length_and_the_pages():
+    scheduler = Scheduler(PagePool(6, 2), 1, 16, drafts=8)
+    sequence = Sequence([1, 2] * 4, SamplingParams(max_tokens=5), 0, frozenset(), PromptLookup())
+    scheduler.add(sequence)
+    (chunk,) = scheduler.plan()
+    assert (chunk.count, chunk.drafts) == (8, ()), "a prompt speculates nothing"
+    assert scheduler.accept(chunk, [1]) == 1
+    sequence.read(1, None)
+    (chunk,) = scheduler.plan()
+    assert chunk.drafts == (2, 1, 2), "of 4 that may come, the last is drawn behind the drafts"
+    assert scheduler.accept(chunk, [2, 1, 0, 0]) == 3
+    assert (sequence.cached, chunk.end) == (11, 11)

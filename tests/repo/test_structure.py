@@ -17,6 +17,7 @@ MOST_PARAMETERS = 12
 PUBLIC = {
     ("assistant/loop.py", "optimize"),
     ("bench/suite.py", "run"),
+    ("engine/engine.py", "__init__"),
     ("generate/static.py", "generate"),
     ("tuning/model.py", "tune_model"),
     ("tuning/run.py", "tune"),

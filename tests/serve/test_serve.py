@@ -105,6 +105,14 @@ def test_a_completion(running, client):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 9)
 
 
+def test_penalties_and_biases_reach_the_engine(running, client):
+    options = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": {"5": 2.0, "9": -100}}
+    answer = client.completions.create(model="tiny", prompt="a prompt", max_tokens=20, temperature=0, **options)
+    params = SamplingParams(max_tokens=20, **options | {"logit_bias": {5: 2.0, 9: -100}})
+    assert answer.choices[0].text == running.engine.generate("a prompt", params)[0].text
+    assert answer.choices[0].text != wanted(running, "a prompt", 20)
+
+
 def test_several_prompts_and_prompts_of_tokens(running, client):
     texts = client.completions.create(model="tiny", prompt=["one", "two"], max_tokens=5, temperature=0)
     assert [c.text for c in texts.choices] == [wanted(running, text, 5) for text in ("one", "two")]
@@ -174,7 +182,9 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
         (BODY | {"max_tokens": 1000}, 400, "exceed the 128"),
         (BODY | {"temperature": -1}, 400, "temperature"),
         (BODY | {"n": 2}, 400, "n is 2; this server does not apply it"),
-        (BODY | {"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        (BODY | {"logit_bias": {"5": 101}}, 400, "logit_bias"),
+        (BODY | {"logit_bias": {"100000": 1}}, 400, "logit_bias has tokens [100000]"),
+        (BODY | {"presence_penalty": 3}, 400, "presence_penalty"),
         (BODY | {"prompt": ""}, 400, "no tokens"),
         (BODY | {"prompt": []}, 400, "empty"),
         (BODY | {"prompt": [100000]}, 400, "the vocabulary has"),

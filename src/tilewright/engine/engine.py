@@ -4,7 +4,7 @@ import random
 import threading
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequences
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 
 from tilewright.engine.generation import Generation, Output, Piece
 from tilewright.engine.inputs import Sizes
+from tilewright.engine.lookup import PromptLookup
 from tilewright.engine.model import PagedModel
 from tilewright.engine.pages import PagePool
 from tilewright.engine.params import SamplingParams
+from tilewright.engine.prompts import Prompt, check_params, is_tokens, load, tokens_of
 from tilewright.engine.runner import Results, Runner
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence, Status
@@ -24,8 +26,6 @@ from tilewright.log import logger
 
 _SHARE = 0.9  # of the device memory that is free beside the model, for the cache
 _HOST_CACHE = 1 << 30  # bytes of the cache on a CPU, at most
-
-Prompt = str | Sequences[int]
 
 
 class Engine:
@@ -42,6 +42,11 @@ class Engine:
     step_tokens   tokens of one step, at least max_batch, so that a long prompt does not hold up those that decode.
     graphs        CUDA graphs for steps that only decode: True insists, by default a model that cannot be captured runs
                   without, and one log line says why.
+    kv_dtype      torch.float8_e4m3fn: keys and values in one byte, with a scale for each token and head; by default
+                  they have the dtype of the model's keys.
+    speculation   "prompt_lookup": up to num_draft_tokens tokens that followed the newest ones where they stood before
+                  are computed beside them.  Tokens are those without speculation; requests that change logits draft
+                  none.  Drafts are of tokens that the host has read, so no step is queued ahead.
 
     A request's keys and values lie in pages.  Prompts that begin alike share pages; new requests join between steps; a
     prompt is computed in chunks beside the steps of others; where pages are short the youngest request waits and
@@ -68,12 +73,21 @@ class Engine:
         page_size: int = 16,
         step_tokens: int = 2048,
         graphs: bool | None = None,
+        kv_dtype: torch.dtype | None = None,
+        speculation: str | None = None,
+        num_draft_tokens: int = 4,
     ) -> None:
-        for name, value in {"max_batch": max_batch, "page_size": page_size, "step_tokens": step_tokens}.items():
+        numbers = {"max_batch": max_batch, "page_size": page_size, "step_tokens": step_tokens}
+        for name, value in (numbers | {"num_draft_tokens": num_draft_tokens}).items():
             if value < 1:
                 raise InputError(f"Engine: {name} is {value}; it has to be at least 1.")
+        if kv_dtype not in (None, torch.float8_e4m3fn):
+            raise InputError(f"Engine: kv_dtype is {kv_dtype}; it is None, for that of the model, or float8_e4m3fn.")
+        if speculation not in (None, "prompt_lookup"):
+            raise InputError(f"Engine: speculation is {speculation!r}; it is None or 'prompt_lookup'.")
+        drafts = 0 if speculation is None else num_draft_tokens
         if isinstance(model, str):
-            model, tokenizer = _load(model, tokenizer, device, dtype)
+            model, tokenizer = load(model, tokenizer, device, dtype)
         self.tokenizer = tokenizer
         self._model = PagedModel(model)
         self.device = self._model.device
@@ -83,10 +97,11 @@ class Engine:
         self.max_context = min(longest, 8192) if max_context is None else max_context
         if not 2 <= self.max_context <= longest:
             raise InputError(f"Engine: max_context is {self.max_context}; this model takes 2 to {longest}.")
-        pages = self._pages(cache_tokens, max_batch, page_size)
-        sizes = Sizes(max(step_tokens, max_batch), max_batch, -(-self.max_context // page_size))
-        self._scheduler = Scheduler(PagePool(pages, page_size), max_batch, sizes.step_tokens)
-        self._model.allocate(pages, page_size)
+        pages = self._pages(cache_tokens, max_batch, page_size, kv_dtype)
+        tokens = max(step_tokens, max_batch * (1 + drafts))
+        sizes = Sizes(tokens, max_batch, -(-self.max_context // page_size), drafts)
+        self._scheduler = Scheduler(PagePool(pages, page_size), max_batch, sizes.step_tokens, drafts)
+        self._model.allocate(pages, page_size, kv_dtype)
         self._runner = Runner(self._model, sizes, graphs)
         self._stops, _ = checks.special_tokens(model.generation_config, None, None)
         self._vocabulary = model.get_input_embeddings().num_embeddings
@@ -107,11 +122,12 @@ class Engine:
         """Queue one request.
 
         prompt: text, for which the engine needs a tokenizer, or tokens.
-        Raises InputError for an empty prompt, tokens outside of the vocabulary, and what fits neither the context nor
-        the cache.  Nothing is queued then.
+        Raises InputError for an empty prompt, tokens outside of the vocabulary, stop strings without a tokenizer, and
+        what fits neither the context nor the cache.  Nothing is queued then.
         """
         params = SamplingParams() if params is None else params
-        tokens = self._tokens(prompt)
+        tokens = tokens_of(prompt, self.tokenizer, self._vocabulary)
+        check_params(params, self.tokenizer, self._model.vocabulary)
         if len(tokens) + params.max_tokens > self.room:
             raise InputError(
                 f"Engine: {len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the {self.room} of a "
@@ -119,7 +135,8 @@ class Engine:
             )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
-        sequence = Sequence(tokens, params, seed, stops)
+        lookup = PromptLookup() if self._scheduler.drafts and not params.changes_logits else None
+        sequence = Sequence(tokens, params, seed, stops, lookup)
         generation = Generation(sequence, self.tokenizer, self._wake)
         with self._news:
             if self._failure is not None:
@@ -138,7 +155,7 @@ class Engine:
         prompts: one, or several.   params: for all, or one for each.
         Raises InputError as `submit`, before anything is queued for a list whose length does not match.
         """
-        every: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_tokens(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        every: list[Prompt] = [prompts] if isinstance(prompts, str) or is_tokens(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
         each = [params] * len(every) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(every):
             raise InputError(f"Engine: {len(every)} prompts and {len(each)} params; give one for all, or one for each.")
@@ -222,6 +239,9 @@ class Engine:
                     stack.enter_context(torch.cuda.device(self.device))
                     stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
                 while self._take_news(wait=queued is None and not self._generations):
+                    if queued is not None and self._scheduler.drafts:
+                        self._read(queued)
+                        queued = None
                     chunks = self._scheduler.plan()
                     following = self._runner.launch(chunks) if chunks else None
                     if queued is not None:
@@ -253,20 +273,29 @@ class Engine:
 
     def _read(self, results: Results) -> None:
         """Give the tokens of a step to their sequences."""
-        for chunk, (token, logprob) in zip(results.chunks, results.read(), strict=True):
+        for chunk, (tokens, logprobs) in zip(results.chunks, results.read(), strict=True):
             sequence = chunk.sequence
-            self._scheduler.publish(chunk)
-            if not chunk.draws:
-                continue
-            sequence.read(token, logprob if sequence.params.logprobs else None)
-            if sequence.status is Status.FINISHED:
-                continue
-            if token < 0:
-                self._end(sequence, "failed", FloatingPointError("no logit is above -inf: the model computes NaN"))
-                continue
-            self._generations[sequence].deliver()
-            if sequence.reason is not None:
-                self._end(sequence, sequence.reason)
+            count = self._scheduler.accept(chunk, tokens)
+            for token, logprob in zip(tokens[:count], logprobs[:count], strict=True):
+                if sequence.status is Status.FINISHED:  # an earlier token ended it
+                    break
+                self._take(sequence, token, logprob)
+
+    def _take(self, sequence: Sequence, token: int, logprob: float) -> None:
+        """Give a token to its sequence, which it may end."""
+        if token < 0:
+            reason = "the model computes NaN, or logit_bias forbids every token"
+            self._end(sequence, "failed", FloatingPointError(f"no logit is above -inf: {reason}"))
+            return
+        sequence.read(token, logprob if sequence.params.logprobs else None)
+        try:
+            if self._generations[sequence].deliver(token):
+                sequence.reason = "stop"
+        except Exception as error:  # noqa: BLE001 - of the tokenizer, which is the caller's
+            self._end(sequence, "failed", error)
+            return
+        if sequence.reason is not None:
+            self._end(sequence, sequence.reason)
 
     def _end(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
         generation = self._generations.pop(sequence)
@@ -297,25 +326,7 @@ class Engine:
 
     # Set-up.
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InputError(
-                    "Engine: a prompt of text needs a tokenizer: Engine(model, tokenizer). Or give tokens."
-                )
-            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
-        else:
-            tokens = [int(token) for token in prompt]
-        if not tokens:
-            raise InputError("Engine: the prompt has no tokens.")
-        if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            raise InputError(
-                f"Engine: the prompt has tokens from {min(tokens)} to {max(tokens)}; the vocabulary has "
-                f"{self._vocabulary}."
-            )
-        return tokens
-
-    def _pages(self, cache_tokens: int | None, max_batch: int, page_size: int) -> int:
+    def _pages(self, cache_tokens: int | None, max_batch: int, page_size: int, kv_dtype: torch.dtype | None) -> int:
         """Number of pages of the cache."""
         most = max_batch * -(-self.max_context // page_size)
         if cache_tokens is not None:
@@ -326,24 +337,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             room = int(_SHARE * torch.cuda.mem_get_info(self.device)[0])
-        pages = room // (self._model.bytes_per_token() * page_size)
+        pages = room // (self._model.bytes_per_token(kv_dtype) * page_size)
         if pages < 1:
             raise InputError(f"Engine: {room} bytes of memory hold no page of {page_size} tokens.")
         return min(most, pages)
-
-
-def _is_tokens(prompts: Any) -> bool:
-    """One prompt of tokens, rather than several prompts?"""
-    with suppress(TypeError, IndexError, KeyError):
-        return isinstance(prompts[0], int)
-    return False
-
-
-def _load(folder: str, tokenizer: Any, device: str | torch.device | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """Model and tokenizer of a folder, or of a name on the Hugging Face Hub."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
-    return model, AutoTokenizer.from_pretrained(folder) if tokenizer is None else tokenizer

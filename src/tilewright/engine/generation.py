@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from tilewright.engine.sequence import Sequence
-from tilewright.engine.text import TextStream
+from tilewright.engine.text import StoppedText, TextStream
 from tilewright.errors import TilewrightError
 
 
@@ -17,8 +17,9 @@ from tilewright.errors import TilewrightError
 class Output:
     """A finished request.
 
-    tokens    new tokens, an end-of-text token included.   text: of them; "" without a tokenizer.
-    reason    "stop": an end-of-text or stop token; "length": max_tokens; "cancelled".
+    tokens    new tokens, an end-of-text token and those of a stop string included.
+    text      of the tokens, up to a stop string; "" without a tokenizer.
+    reason    "stop": an end-of-text or stop token, or a stop string; "length": max_tokens; "cancelled".
     logprobs  one for each token, if they were requested.   reused: prompt tokens whose keys were in the cache already.
     """
 
@@ -32,7 +33,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Piece:
-    """A token, and the text that it completes; "" without a tokenizer, and while a character is not whole."""
+    """A token, and the text that it completes; "" without a tokenizer, while a character is not whole, and while it may
+    be the beginning of a stop string.
+    """
 
     token: int
     text: str
@@ -47,11 +50,16 @@ class Generation:
 
     def __init__(self, sequence: Sequence, tokenizer: Any, wake: Callable[[], None]) -> None:
         self._sequence, self._tokenizer, self._wake = sequence, tokenizer, wake
-        self._pieces: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        params = sequence.params
+        self._stopped = (
+            StoppedText(tokenizer, params.stops, params.include_stop_str_in_output, params.min_tokens)
+            if params.stops
+            else None
+        )
+        self._pieces: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._outcome: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._notify: Callable[[], Any] | None = None
-        self._delivered = 0
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -71,40 +79,46 @@ class Generation:
         sequence = self._sequence
         assert sequence.reason is not None
         new = sequence.new_tokens
-        text = "" if self._tokenizer is None else self._tokenizer.decode(new, skip_special_tokens=True)
+        if self._stopped is not None:
+            text = self._stopped.text
+        else:
+            text = "" if self._tokenizer is None else self._tokenizer.decode(new, skip_special_tokens=True)
         prompt = sequence.tokens[: sequence.prompt_length]
         logprobs = list(sequence.logprobs) if sequence.params.logprobs else None
         return Output(prompt, new, text, sequence.reason, logprobs, sequence.reused)
 
     def __iter__(self) -> Iterator[Piece]:
-        text = None if self._tokenizer is None else TextStream(self._tokenizer)
-        while (token := self._pieces.get()) is not None:
-            yield Piece(token, "" if text is None else text.push(token))
+        stream = self._stream()
+        while (arrived := self._pieces.get()) is not None:
+            yield _piece(arrived, stream)
         self.result()
-        if text is not None and (rest := text.end()):
+        if stream is not None and (rest := stream.end()):
             yield Piece(-1, rest)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The same in an event loop, without a thread that waits; leaving the loop early cancels the request."""
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        text = None if self._tokenizer is None else TextStream(self._tokenizer)
-        self._notify = partial(loop.call_soon_threadsafe, arrived.set)
+        loop, news, stream = asyncio.get_running_loop(), asyncio.Event(), self._stream()
+        self._notify = partial(loop.call_soon_threadsafe, news.set)
         try:
             while True:
                 while not self._pieces.empty():
-                    token = self._pieces.get()
-                    if token is None:
+                    arrived = self._pieces.get()
+                    if arrived is None:
                         self.result()
-                        if text is not None and (rest := text.end()):
+                        if stream is not None and (rest := stream.end()):
                             yield Piece(-1, rest)
                         return
-                    yield Piece(token, "" if text is None else text.push(token))
-                await arrived.wait()
-                arrived.clear()
+                    yield _piece(arrived, stream)
+                await news.wait()
+                news.clear()
         finally:
             self._notify = None
             if not self.done:
                 self.cancel()
+
+    def _stream(self) -> TextStream | None:
+        """What makes text of tokens for who iterates; with stop strings the engine's thread does."""
+        return None if self._tokenizer is None or self._stopped is not None else TextStream(self._tokenizer)
 
     @property
     def prompt_length(self) -> int:
@@ -118,16 +132,18 @@ class Generation:
 
     # For the engine's thread.
 
-    def deliver(self) -> None:
-        """Hand out the tokens that the sequence has since the last time."""
-        for token in self._sequence.new_tokens[self._delivered :]:
-            self._pieces.put(token)
-            self._delivered += 1
+    def deliver(self, token: int) -> bool:
+        """Hand out the newest token.   Returns True if its text ends the request."""
+        stopped = self._stopped
+        self._pieces.put((token, "" if stopped is None else stopped.push(token)))
         self._wake_reader()
+        return stopped is not None and stopped.is_stopped
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing comes any more."""
         self._error = error
+        if error is None and self._stopped is not None and (rest := self._stopped.end()):
+            self._pieces.put((-1, rest))
         self._outcome.put(None)
         self._pieces.put(None)
         self._wake_reader()
@@ -136,3 +152,8 @@ class Generation:
         if (notify := self._notify) is not None:
             with suppress(RuntimeError):  # the reader's event loop is closed
                 notify()
+
+
+def _piece(arrived: tuple[int, str], stream: TextStream | None) -> Piece:
+    token, text = arrived
+    return Piece(token, text if stream is None else stream.push(token))

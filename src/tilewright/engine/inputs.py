@@ -6,15 +6,18 @@ from the other may still wait for the GPU.  Before an array is filled again, the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewright.engine.scheduler import Chunk
 
-_INT64 = ("ids", "sources", "positions", "rows", "slots", "seeds", "draw_positions")
+_INT64 = ("ids", "sources", "positions", "rows", "slots", "penalty_slots", "seeds", "draw_positions")
 _INT32 = ("cu_seqlens", "lengths", "top_k")
-_FLOAT32 = ("temperature", "top_p", "min_p")
+_FLOAT32 = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_OF_PARAMS = (*_FLOAT32, "top_k")
+_NEUTRAL = {"sources": -1, "top_p": 1, "repetition_penalty": 1}  # others: 0
 _DTYPES = {
     **dict.fromkeys(_INT64, torch.int64),
     **dict.fromkeys(_INT32, torch.int32),
@@ -22,36 +25,60 @@ _DTYPES = {
     "block_table": torch.int32,
 }
 _OF_TOKENS = ("ids", "sources", "positions")
+_OF_ROWS = ("rows", "slots", "penalty_slots", "seeds", "draw_positions", *_OF_PARAMS)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """step_tokens: T of the largest step.   spare: the slot of rows that draw nothing."""
+    """step_tokens: T of the largest step.   drafts: speculated tokens of a sequence in one step, at most.
+    spare: the slot of rows that draw nothing.   rows: R of the largest step.
+    """
 
     step_tokens: int
     max_batch: int
     max_pages: int
+    drafts: int
 
     @property
     def spare(self) -> int:
         return self.max_batch
+
+    @property
+    def rows(self) -> int:
+        return self.max_batch * (1 + self.drafts)
+
+
+class Step(NamedTuple):
+    """Shape of a step, padding included: T tokens, R rows of logits, B sequences.
+
+    is_decode: one token for each sequence.   has_penalties: logits of some sequences are changed.
+    """
+
+    tokens: int
+    rows: int
+    batch: int
+    is_decode: bool
+    has_penalties: bool
 
 
 class StepInputs:
     """ids          (T,) tokens, and for those that only the device knows any number
     sources         (T,) the slot whose newest token a token is, or -1
     positions       (T,)
-    rows            (B,) where the last token of each chunk is
-    slots           (B,) where a drawn token goes
-    seeds, draw_positions, temperature, top_k, top_p, min_p   (B,) as `ops.sample` takes them
+    rows            (R,) the token behind which a row's logits are: the last of a chunk, and each of its drafts
+    slots           (R,) where a drawn token goes
+    penalty_slots   (R,) where its counts and biases are
+    seeds, draw_positions, temperature, top_k, top_p, min_p   (R,) as `ops.sample` takes them
+    repetition_penalty, presence_penalty, frequency_penalty   (R,)
     cu_seqlens      (B + 1,)   lengths (B,)   block_table (B, max_pages)
     """
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes = sizes
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_DTYPES, (sizes.max_batch,))
-        shapes |= dict.fromkeys(_OF_TOKENS, (sizes.step_tokens,))
-        shapes |= {"cu_seqlens": (sizes.max_batch + 1,), "block_table": (sizes.max_batch, sizes.max_pages)}
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_OF_TOKENS, (sizes.step_tokens,))
+        shapes |= dict.fromkeys(_OF_ROWS, (sizes.rows,))
+        shapes |= {"cu_seqlens": (sizes.max_batch + 1,), "lengths": (sizes.max_batch,)}
+        shapes |= {"block_table": (sizes.max_batch, sizes.max_pages)}
         self._device = {n: torch.zeros(shapes[n], dtype=d, device=device) for n, d in _DTYPES.items()}
         pinned = device.type == "cuda"
         self._host = [
@@ -63,36 +90,42 @@ class StepInputs:
         """The first `count` entries on the device."""
         return self._device[name][:count]
 
-    def fill(self, chunks: Sequence[Chunk], tokens: int, batch: int) -> None:
-        """Queue copies of a step of `chunks`, padded to that many tokens and sequences, on the current stream."""
+    def fill(self, chunks: Sequence[Chunk], step: Step) -> None:
+        """Queue copies of a step of `chunks`, padded to its shape, on the current stream."""
         host = self._host[self._turn]
         self._turn = 1 - self._turn
-        views = {name: array.numpy() for name, array in host.items()}
+        counts = dict.fromkeys(_DTYPES, step.batch)
+        counts |= dict.fromkeys(_OF_TOKENS, step.tokens) | dict.fromkeys(_OF_ROWS, step.rows)
+        counts["cu_seqlens"] = step.batch + 1
+        views = {name: array.numpy()[: counts[name]] for name, array in host.items()}
         for name, view in views.items():
-            view[: tokens if name in _OF_TOKENS else batch + (name == "cu_seqlens")] = 0
-        views["sources"][:tokens] = -1
-        views["slots"][:batch] = self.sizes.spare
-        views["top_p"][:batch] = 1
-        start = 0
-        for row, chunk in enumerate(chunks):
+            view[:] = _NEUTRAL.get(name, 0)
+        for name in ("slots", "penalty_slots"):
+            views[name][:] = self.sizes.spare
+        start = row = 0
+        for index, chunk in enumerate(chunks):
             sequence, end = chunk.sequence, start + chunk.count
             tokens_read = sequence.tokens[chunk.start : chunk.end]
             views["ids"][start : start + len(tokens_read)] = tokens_read
             if len(tokens_read) < chunk.count:  # the newest token, drawn by a step that is still queued
                 views["sources"][end - 1] = sequence.slot
-            views["positions"][start:end] = range(chunk.start, chunk.end)
-            views["rows"][row] = end - 1
-            views["draw_positions"][row] = chunk.end
-            views["lengths"][row] = chunk.end
-            views["block_table"][row, : len(sequence.pages)] = sequence.pages
+            views["ids"][end : end + len(chunk.drafts)] = chunk.drafts
+            length = chunk.end + len(chunk.drafts)
+            first, start, last = start, end + len(chunk.drafts), row + 1 + len(chunk.drafts)
+            views["positions"][first:start] = range(chunk.start, length)
+            views["rows"][row:last] = range(end - 1, start)
+            views["draw_positions"][row:last] = range(chunk.end, length + 1)
+            views["lengths"][index] = length
+            views["block_table"][index, : len(sequence.pages)] = sequence.pages
             if chunk.draws:
                 views["slots"][row] = sequence.slot
-            params = sequence.params
-            views["seeds"][row] = sequence.seed
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                views[name][row] = getattr(params, name)
-            start = views["cu_seqlens"][row + 1] = end
-        views["cu_seqlens"][len(chunks) + 1 : batch + 1] = start
+                if sequence.params.changes_logits:
+                    views["penalty_slots"][row] = sequence.slot
+            views["seeds"][row:last] = sequence.seed
+            for name in _OF_PARAMS:
+                views[name][row:last] = getattr(sequence.params, name)
+            views["cu_seqlens"][index + 1] = start
+            row = last
+        views["cu_seqlens"][len(chunks) + 1 :] = start
         for name, array in host.items():
-            count = tokens if name in _OF_TOKENS else batch + (name == "cu_seqlens")
-            self._device[name][:count].copy_(array[:count], non_blocking=True)
+            self._device[name][: counts[name]].copy_(array[: counts[name]], non_blocking=True)

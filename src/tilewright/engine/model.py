@@ -30,10 +30,14 @@ _calling: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 
 
 class Layer(NamedTuple):
-    """k: (pages, page_size, H_kv, D)   v: (pages, page_size, H_kv, D_v)."""
+    """k: (pages, page_size, H_kv, D)   v: (pages, page_size, H_kv, D_v).   k_scale, v_scale: (pages, page_size, H_kv)
+    float32 beside e4m3, one for each token and head; else None.
+    """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
 
 class Pages(NamedTuple):
@@ -69,7 +73,7 @@ class PagedModel:
         with self._attention(), torch.inference_mode():
             self.shapes = _Shapes()
             ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            self._forward(ids, ids, ids[0], self.shapes)
+            self.vocabulary = self._forward(ids, ids, ids[0], self.shapes).shape[1]
         expected = len(transformers_names.layer_types(decoder_config(model))[0])
         if sorted(self.shapes) != list(range(expected)):
             raise InputError(
@@ -78,22 +82,40 @@ class PagedModel:
             )
         self.layers: dict[int, Layer] = {}
 
-    def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
+    def bytes_per_token(self, kv_dtype: torch.dtype | None = None) -> int:
+        """Bytes of keys and values of one token in all layers, their scales included.   kv_dtype: as in `allocate`."""
         return sum(
-            (k[0] * k[1] + v[0] * v[1]) * torch.empty((), dtype=dtype).element_size()
+            (k[0] * k[1] + v[0] * v[1]) * (kv_dtype or dtype).itemsize + (0 if kv_dtype is None else 4 * (k[0] + v[0]))
             for k, v, dtype in self.shapes.values()
         )
 
-    def allocate(self, pages: int, page_size: int) -> None:
-        """Have caches of that many pages, zeros."""
+    def allocate(self, pages: int, page_size: int, kv_dtype: torch.dtype | None = None) -> None:
+        """Have caches of that many pages, zeros.   kv_dtype: float8_e4m3fn, or None for that of the model's keys.
+
+        Raises InputError where an op does not take e4m3 for this model.
+        """
+
+        def scale(heads: int) -> Tensor | None:
+            return None if kv_dtype is None else torch.ones(pages, page_size, heads, device=self.device)
+
         self.layers = {
             index: Layer(
-                torch.zeros(pages, page_size, *k, dtype=dtype, device=self.device),
-                torch.zeros(pages, page_size, *v, dtype=dtype, device=self.device),
+                torch.zeros(pages, page_size, *k, dtype=kv_dtype or dtype, device=self.device),
+                torch.zeros(pages, page_size, *v, dtype=kv_dtype or dtype, device=self.device),
+                scale(k[0]),
+                scale(v[0]),
             )
             for index, (k, v, dtype) in self.shapes.items()
         }
+        if kv_dtype is not None:
+            self._try()
+
+    def _try(self) -> None:
+        """Compute a step of one sequence of length 0, which writes nothing."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        length, table = torch.zeros(2, 1, dtype=torch.int32, device=self.device)
+        with torch.inference_mode():
+            self.forward(zero, zero, zero, Pages(self.layers, length, table[None], None))
 
     def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:
         """Logits (R, V) behind the tokens `rows` (R,) int64.   ids, positions: (T,) int64, sequences end to end."""
@@ -180,12 +202,14 @@ def _attend(
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer, lengths, table, cu_seqlens = paged_step.layers[index], *paged_step[1:]
-    kv_append_(layer.k, layer.v, k, v, lengths, block_table=table, cu_seqlens=cu_seqlens)
+    scales: dict[str, Any] = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+    kv_append_(layer.k, layer.v, k, v, lengths, block_table=table, cu_seqlens=cu_seqlens, **scales)
     window = None if sliding_window is None else (sliding_window - 1, 0)
     options: dict[str, Any] = {"window": window, "scale": scaling, "softcap": softcap or None, "sinks": s_aux}
+    options |= scales
     if cu_seqlens is None:
-        o = fmha_decode(q, *layer, lengths, block_table=table, **options)
+        o = fmha_decode(q, layer.k, layer.v, lengths, block_table=table, **options)
     else:
-        o = fmha_paged(q, *layer, cu_seqlens, lengths, block_table=table, **options)
+        o = fmha_paged(q, layer.k, layer.v, cu_seqlens, lengths, block_table=table, **options)
     assert isinstance(o, Tensor)
     return o[None], None

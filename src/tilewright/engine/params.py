@@ -1,6 +1,8 @@
 """What a request asks for."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
 
 from tilewright.errors import InputError
 
@@ -14,10 +16,21 @@ class SamplingParams:
     top_p         keep the likeliest tokens of this probability, in (0, 1].
     min_p         keep probabilities of at least min_p times the largest, in [0, 1].
     seed          the same seed and prompt give the same tokens, whatever else runs; None: a fresh seed.
+
+    repetition_penalty  divides positive logits of tokens of prompt and answer, and multiplies negative ones; above 0.
+    presence_penalty    subtracted from the logits of tokens of the answer.
+    frequency_penalty   subtracted once for each time that a token is in the answer.
+    logit_bias          added to the logits of these tokens after the penalties; -inf forbids a token.
+
     max_tokens    new tokens, the last of which may be an end-of-text token.
+    min_tokens    new tokens before the request may end: until then stop tokens are forbidden, and the text of these
+                  tokens is not searched for stop strings.
     stop_tokens   further tokens that end the request, beside those of the model's generation config.
+    stop          texts that end the request, one or several, for which the engine needs a tokenizer.  The text of the
+                  answer ends before the first of them; its tokens are all that were read until then.
+    include_stop_str_in_output   the text of the answer ends behind that stop string.
     ignore_eos    go on after the model's end-of-text tokens.
-    logprobs      also return log-probabilities of the drawn tokens in softmax(logits).
+    logprobs      also return log-probabilities of the drawn tokens in softmax(logits), before penalties and bias.
 
     Raises InputError for values outside of these ranges.
     """
@@ -31,17 +44,41 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    stop: str | tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         wrong = {
-            "temperature": (self.temperature, "at least 0", 0 <= self.temperature < float("inf")),
+            "temperature": (self.temperature, "at least 0", 0 <= self.temperature < inf),
             "top_k": (self.top_k, "at least 0; 0 keeps all tokens", self.top_k >= 0),
             "top_p": (self.top_p, "in (0, 1]; 1 keeps all tokens", 0 < self.top_p <= 1),
             "min_p": (self.min_p, "in [0, 1]", 0 <= self.min_p <= 1),
             "max_tokens": (self.max_tokens, "at least 1", self.max_tokens >= 1),
+            "min_tokens": (self.min_tokens, "from 0 to max_tokens", 0 <= self.min_tokens <= self.max_tokens),
+            "repetition_penalty": (self.repetition_penalty, "above 0", 0 < self.repetition_penalty < inf),
+            "presence_penalty": (self.presence_penalty, "finite", -inf < self.presence_penalty < inf),
+            "frequency_penalty": (self.frequency_penalty, "finite", -inf < self.frequency_penalty < inf),
+            "stop": (self.stop, "texts that are not empty", all(self.stops) and self.stop != ""),
+            "logit_bias": (self.logit_bias, "below inf", all(bias < inf for bias in self.logit_bias.values())),
         }
         for name, (value, allowed, is_right) in wrong.items():
             if not is_right:
-                raise InputError(f"SamplingParams: {name} is {value}; it has to be {allowed}.")
+                raise InputError(f"SamplingParams: {name} is {value!r}; it has to be {allowed}.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InputError(f"SamplingParams: seed is {self.seed}; it has to fit 64 bits.")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Some logits are not the model's, at some time."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.logit_bias or self.min_tokens)

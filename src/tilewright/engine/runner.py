@@ -1,17 +1,20 @@
 """Computes steps: from tokens, through the model and the sampler, to the next tokens, without waiting for them.
 
-Steps in which every sequence has one token are CUDA graphs, one for each of a few batch sizes; a smaller batch is
-padded with sequences of length 0, which write no keys.  A drawn token stays on the device, in the row of its sequence's
+Steps in which every sequence has one token are CUDA graphs, one for each of a few batch sizes, as are those in which
+some have drafts beside it, and those with penalties; a smaller batch is padded with sequences of length 0, which write
+no keys.  A drawn token stays on the device, in the row of its sequence's
 slot, where the next step finds it; the host reads it when it has queued that step.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from tilewright.engine.inputs import Sizes, StepInputs
+from tilewright.engine.inputs import Sizes, Step, StepInputs
 from tilewright.engine.model import PagedModel, Pages
+from tilewright.engine.penalties import Penalties
 from tilewright.engine.scheduler import Chunk
 from tilewright.errors import BackendError
 from tilewright.generate.graphs import StepGraphs
@@ -25,12 +28,17 @@ class Results:
     def __init__(self, chunks: Sequence[Chunk], outputs: Tensor, event: torch.cuda.Event | None) -> None:
         self.chunks, self._outputs, self._event = chunks, outputs, event
 
-    def read(self) -> list[tuple[int, float]]:
-        """Token and log-probability behind each chunk; meaningless where a chunk draws nothing."""
+    def read(self) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probabilities behind each chunk and its drafts; meaningless where a chunk draws nothing."""
         if self._event is not None:
             self._event.synchronize()
-        tokens, logprobs = self._outputs[:, : len(self.chunks)].tolist()
-        return [(int(token), logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+        counts = [1 + len(chunk.drafts) for chunk in self.chunks]
+        tokens, logprobs = self._outputs[:, : sum(counts)].tolist()
+        starts = accumulate(counts, initial=0)
+        return [
+            ([int(token) for token in tokens[start : start + count]], logprobs[start : start + count])
+            for start, count in zip(starts, counts, strict=False)
+        ]
 
 
 class Runner:
@@ -43,26 +51,30 @@ class Runner:
         self._inputs = StepInputs(sizes, device)
         self._newest = torch.zeros(sizes.max_batch + 1, dtype=torch.int64, device=device)
         # float64 holds tokens up to 2^22 and log-probabilities exactly: one copy for both
-        self._outputs = torch.zeros(2, sizes.max_batch, dtype=torch.float64, device=device)
+        self._outputs = torch.zeros(2, sizes.rows, dtype=torch.float64, device=device)
         pinned = device.type == "cuda"
         self._read = [torch.zeros(self._outputs.shape, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
         self._turn = 0
+        self._penalties: Penalties | None = None  # until a request has any: V numbers for each slot
         self._must_capture = graphs is True
         can_capture = graphs is not False and device.type == "cuda"
         self._graphs = StepGraphs(device, torch.Generator(device)) if can_capture else None
 
     def launch(self, chunks: Sequence[Chunk]) -> Results:
         """Queue a step on the current stream.  The results of the step before the last have been read."""
-        tokens, batch = sum(chunk.count for chunk in chunks), len(chunks)
-        decodes = tokens == batch
-        if decodes and self._capture(self.padded(batch)):
-            tokens = batch = self.padded(batch)
-            self._inputs.fill(chunks, tokens, batch)
+        step = self._step(chunks)
+        if step.has_penalties:
+            if self._penalties is None:
+                self._penalties = Penalties(self.sizes.max_batch + 1, self.model.vocabulary, self.model.device)
+            self._penalties.prepare(chunks)
+        is_decode = all(chunk.count == 1 for chunk in chunks)
+        if is_decode and self._capture(padded := self._padded(step)):
+            self._inputs.fill(chunks, padded)
             assert self._graphs is not None
-            self._graphs.replay(batch)
+            self._graphs.replay(padded)
         else:
-            self._inputs.fill(chunks, tokens, batch)
-            self._compute(tokens, batch, decodes)
+            self._inputs.fill(chunks, step)
+            self._compute(step)
         read, event = self._read[self._turn], None
         self._turn = 1 - self._turn
         read.copy_(self._outputs, non_blocking=True)
@@ -72,26 +84,39 @@ class Runner:
         return Results(chunks, read, event)
 
     def capture(self) -> None:
-        """Have the graph of every batch size."""
-        for batch in sorted({self.padded(batch) for batch in range(1, self.sizes.max_batch + 1)}):
-            self._capture(batch)
+        """Have the graph of every batch size, without penalties, and with drafts if sequences may have any."""
+        for batch in range(1, self.sizes.max_batch + 1):
+            for drafts in {0, self.sizes.drafts}:
+                self._capture(self._padded(Step(batch * (1 + drafts), batch * (1 + drafts), batch, not drafts, False)))
 
     def padded(self, batch: int) -> int:
         """The batch size whose graph serves `batch` sequences: a power of two, or one and a half times that."""
         power = 1 << (batch - 1).bit_length()
         return min(3 * power // 4 if power > 2 and batch <= 3 * power // 4 else power, self.sizes.max_batch)
 
-    def _capture(self, batch: int) -> bool:
-        """Have the graph of `batch` sequences; False where steps are launched one by one.
+    def _step(self, chunks: Sequence[Chunk]) -> Step:
+        drafts = sum(len(chunk.drafts) for chunk in chunks)
+        tokens, batch = sum(chunk.count for chunk in chunks) + drafts, len(chunks)
+        has_penalties = any(chunk.draws and chunk.sequence.params.changes_logits for chunk in chunks)
+        return Step(tokens, batch + drafts, batch, tokens == batch, has_penalties)
+
+    def _padded(self, step: Step) -> Step:
+        """The shape of the graph that serves a step of one token, and drafts, for each sequence."""
+        batch = self.padded(step.batch)
+        tokens = batch if step.is_decode else batch * (1 + self.sizes.drafts)
+        return step._replace(tokens=tokens, rows=tokens, batch=batch)
+
+    def _capture(self, step: Step) -> bool:
+        """Have the graph of `step`; False where steps are launched one by one.
 
         Its warm-up runs with sequences of length 0 alone.
         """
-        if self._graphs is None or batch in self._graphs:
+        if self._graphs is None or step in self._graphs:
             return self._graphs is not None
         self._wait()  # `fill` below takes a turn that no step has
-        self._inputs.fill((), batch, batch)
+        self._inputs.fill((), step)
         try:
-            self._graphs.capture(batch, lambda: self._compute(batch, batch, decodes=True), lambda: None)
+            self._graphs.capture(step, lambda: self._compute(step), lambda: None)
         except BackendError as error:
             if self._must_capture:
                 raise
@@ -103,24 +128,29 @@ class Runner:
     def _wait(self) -> None:
         torch.cuda.current_stream(self.model.device).synchronize()
 
-    def _compute(self, tokens: int, batch: int, decodes: bool) -> None:
-        inputs, newest = self._inputs.device, self._newest
+    def _compute(self, step: Step) -> None:
+        inputs, newest, (tokens, rows, batch) = self._inputs.device, self._newest, step[:3]
         sources = inputs("sources", tokens)
         ids = torch.where(sources < 0, inputs("ids", tokens), newest[sources.clamp(min=0)])
-        cu_seqlens = None if decodes else inputs("cu_seqlens", batch + 1)
+        cu_seqlens = None if step.is_decode else inputs("cu_seqlens", batch + 1)
         pages = Pages(self.model.layers, inputs("lengths", batch), inputs("block_table", batch), cu_seqlens)
-        logits = self.model.forward(ids, inputs("positions", tokens), inputs("rows", batch), pages)
+        logits = self.model.forward(ids, inputs("positions", tokens), inputs("rows", rows), pages)
+        penalties = self._penalties if step.has_penalties else None
         drawn = sample(
-            logits,
-            inputs("seeds", batch),
-            inputs("draw_positions", batch),
-            temperature=inputs("temperature", batch),
-            top_k=inputs("top_k", batch),
-            top_p=inputs("top_p", batch),
-            min_p=inputs("min_p", batch),
+            logits if penalties is None else penalties.apply(logits, self._inputs),
+            inputs("seeds", rows),
+            inputs("draw_positions", rows),
+            temperature=inputs("temperature", rows),
+            top_k=inputs("top_k", rows),
+            top_p=inputs("top_p", rows),
+            min_p=inputs("min_p", rows),
             logprobs="model",
         )
         next_tokens, logprobs = drawn
-        newest.index_copy_(0, inputs("slots", batch), next_tokens.clamp(min=0))  # a row of NaN draws -1
-        self._outputs[0, :batch] = next_tokens
-        self._outputs[1, :batch] = logprobs
+        places = next_tokens.clamp(min=0)  # a row of NaN draws -1
+        if penalties is not None:
+            logprobs = logits.float().log_softmax(1).gather(1, places[:, None])[:, 0]
+            penalties.add(places, self._inputs)
+        newest.index_copy_(0, inputs("slots", rows), places)
+        self._outputs[0, :rows] = next_tokens
+        self._outputs[1, :rows] = logprobs

@@ -6,6 +6,7 @@ and waits at the head of the queue.  A request is accepted only if it fits the c
 """
 
 from collections import deque
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 from tilewright.engine.pages import PagePool
@@ -15,7 +16,8 @@ from tilewright.engine.sequence import Sequence, Status
 @dataclass
 class Chunk:
     """Tokens start .. start + count of one sequence.   draws: the last one is the sequence's newest, so its logits draw
-    another.   admission: the sequence's when this was planned; after another its pages are others.
+    another.   admission: the sequence's when this was planned; after another its pages are others.   drafts: speculated
+    tokens behind it, computed too; `accept` makes those tokens of the chunk that were drawn.
     """
 
     sequence: Sequence
@@ -23,6 +25,7 @@ class Chunk:
     count: int
     draws: bool
     admission: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -30,10 +33,14 @@ class Chunk:
 
 
 class Scheduler:
-    """All requests, from `add` to `finish`."""
+    """All requests, from `add` to `finish`.
 
-    def __init__(self, pool: PagePool, max_batch: int, step_tokens: int) -> None:
-        self.pool, self.max_batch, self.step_tokens = pool, max_batch, step_tokens
+    drafts: tokens that a sequence may speculate in one step.  Results of a step are then read before the next is
+    planned, and step_tokens is at least max_batch * (1 + drafts).
+    """
+
+    def __init__(self, pool: PagePool, max_batch: int, step_tokens: int, drafts: int = 0) -> None:
+        self.pool, self.max_batch, self.step_tokens, self.drafts = pool, max_batch, step_tokens, drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.preemptions = 0
@@ -70,13 +77,26 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status, sequence.reason = Status.FINISHED, reason
 
-    def publish(self, chunk: Chunk) -> None:
-        """The GPU has written the keys and values of `chunk`: others may begin with them."""
+    def accept(self, chunk: Chunk, drawn: Sequences[int]) -> int:
+        """The GPU has written the keys and values of `chunk`: others may begin with them.
+
+        drawn: behind the chunk, and behind each draft.   Returns how many of them are the sequence's: those before
+        which every draft is what was drawn in its place.
+        """
         sequence = chunk.sequence
+        sequence.unread -= chunk.draws
+        accepted = 0
+        for draft, token in zip(chunk.drafts, drawn, strict=False):
+            if draft != token:
+                break
+            accepted += 1
         if sequence.status is Status.RUNNING and sequence.admissions == chunk.admission:
+            chunk.count += accepted
+            sequence.cached += accepted
             size = self.pool.page_size
             if chunk.end // size > chunk.start // size:
-                self.pool.publish(sequence.tokens[: chunk.end], sequence.pages)
+                self.pool.publish([*sequence.tokens, *chunk.drafts][: chunk.end], sequence.pages)
+        return accepted + 1 if chunk.draws else 0
 
     def _extend(self, sequence: Sequence, room: int, chunks: dict[int, Chunk]) -> int:
         """Plan a chunk of a running sequence, at the cost of those admitted after it; returns its tokens."""
@@ -87,8 +107,17 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        chunks[sequence.slot] = self._chunk(sequence, count)
-        return count
+        chunk = chunks[sequence.slot] = self._chunk(sequence, count)
+        chunk.drafts = self._draft(sequence, room) if count == 1 else ()
+        return count + len(chunk.drafts)
+
+    def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+        """Speculate as many tokens as there are room and pages for."""
+        count = min(self.drafts, room - 1, sequence.longest - sequence.total - 1)
+        if sequence.lookup is None or sequence.remaining != 1 or count < 1:
+            return ()
+        drafts = sequence.lookup.drafts(sequence.tokens, count)
+        return drafts if self._grow(sequence, 1 + len(drafts)) else ()
 
     def _admit(self, room: int) -> Chunk | None:
         """Plan the first chunk of the oldest waiting request; None where it has to wait."""

@@ -11,6 +11,7 @@ draws the next.  The host reads a drawn token one step later, so up to two are u
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from tilewright.engine.lookup import PromptLookup
 from tilewright.engine.params import SamplingParams
 
 
@@ -27,12 +28,14 @@ class Sequence:
     """tokens: prompt and read tokens.   cached: how many have keys and values in the pages, those of queued steps
     included.   unread: drawn tokens, the newest ones, that only the device knows.   pages: in order of positions.
     slot: row of the device's state, while it runs.   reused: tokens that the last admission found in the cache.
+    lookup: what it speculates with, or None.
     """
 
     tokens: list[int]
     params: SamplingParams
     seed: int
     stops: frozenset[int]
+    lookup: PromptLookup | None = None
     prompt_length: int = 0
     status: Status = Status.WAITING
     cached: int = 0
@@ -67,10 +70,7 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     def read(self, token: int, logprob: float | None) -> None:
-        """Take the oldest unread token; it may end the sequence."""
-        self.unread -= 1
-        if self.status is Status.FINISHED:  # drawn by a step that was queued before the end was known
-            return
+        """Take the next token; it may end the sequence."""
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)

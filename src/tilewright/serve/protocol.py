@@ -4,7 +4,7 @@ Fields of OpenAI's interface that change an answer and that the engine does not 
 ignored, so that clients of other servers work.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,10 +16,6 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {  # field: values that change nothin
     "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
     "top_logprobs": (None, 0),
     "response_format": (None, {"type": "text"}),
 }
@@ -43,6 +39,10 @@ class Sampled(BaseModel):
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -71,6 +71,10 @@ class Sampled(BaseModel):
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
             max_tokens=default_tokens if self.max_tokens is None else self.max_tokens,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
