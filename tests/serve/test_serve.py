@@ -116,7 +116,7 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
         (BODY | {"max_tokens": 0}, 400, "max_tokens"),
         (BODY | {"max_tokens": 1000}, 400, "exceed the 128"),
         (BODY | {"temperature": -1}, 400, "temperature"),
-        (BODY | {"n": 2}, 400, "n is 2; this server does not apply it"),
+        (BODY | {"suffix": "end"}, 400, "suffix is 'end'; this server does not apply it"),
         (BODY | {"logit_bias": {"5": 1}}, 400, "logit_bias"),
         (BODY | {"prompt": ""}, 400, "no tokens"),
         (BODY | {"prompt": []}, 400, "empty"),
@@ -178,7 +178,7 @@ def test_a_client_that_leaves_takes_its_request_with_it(running):
 
 def test_numbers_for_prometheus(running):
     running.ask("/v1/completions", BODY)
-    running.ask("/v1/completions", BODY | {"n": 3})
+    running.ask("/v1/completions", BODY | {"suffix": "end"})
     lines = dict(line.rsplit(" ", 1) for line in running.ask("/metrics")[1].splitlines() if not line.startswith("#"))
     assert float(lines['tilewright_requests_total{status="200"}']) >= 1
     assert float(lines['tilewright_requests_total{status="400"}']) >= 1

@@ -253,11 +253,15 @@ class Engine:
 
     def _read(self, results: Results) -> None:
         """Give the tokens of a step to their sequences."""
-        for chunk, (token, logprob) in zip(results.chunks, results.read(), strict=True):
+        for chunk, (token, logprob), scores in zip(results.chunks, results.read(), results.scores(), strict=True):
             sequence = chunk.sequence
             self._scheduler.publish(chunk)
+            if not sequence.take(chunk.start + 1, scores[: chunk.scored]) and sequence.status is not Status.FINISHED:
+                self._end(sequence, "failed", FloatingPointError("the model computes NaN behind the prompt's tokens"))
             if not chunk.draws:
                 continue
+            if chunk.shows_top:
+                sequence.top.append(scores[-1].top)
             sequence.read(token, logprob if sequence.params.logprobs else None)
             if sequence.status is Status.FINISHED:
                 continue

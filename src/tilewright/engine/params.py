@@ -14,10 +14,14 @@ class SamplingParams:
     top_p         keep the likeliest tokens of this probability, in (0, 1].
     min_p         keep probabilities of at least min_p times the largest, in [0, 1].
     seed          the same seed and prompt give the same tokens, whatever else runs; None: a fresh seed.
-    max_tokens    new tokens, the last of which may be an end-of-text token.
+    max_tokens    new tokens, the last of which may be an end-of-text token; 0 with prompt_logprobs alone.
     stop_tokens   further tokens that end the request, beside those of the model's generation config.
     ignore_eos    go on after the model's end-of-text tokens.
     logprobs      also return log-probabilities of the drawn tokens in softmax(logits).
+    prompt_logprobs  also return those of the prompt's tokens, each behind the tokens before it.  Such a prompt is
+                  computed as a whole: no prefix of it is taken from the cache.
+    top_logprobs  with either of the two also return the likeliest tokens and theirs, in [0, 20].  A step that draws
+                  with alternatives runs without a CUDA graph.
 
     Raises InputError for values outside of these ranges.
     """
@@ -31,6 +35,8 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    prompt_logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         wrong = {
@@ -38,10 +44,13 @@ class SamplingParams:
             "top_k": (self.top_k, "at least 0; 0 keeps all tokens", self.top_k >= 0),
             "top_p": (self.top_p, "in (0, 1]; 1 keeps all tokens", 0 < self.top_p <= 1),
             "min_p": (self.min_p, "in [0, 1]", 0 <= self.min_p <= 1),
-            "max_tokens": (self.max_tokens, "at least 1", self.max_tokens >= 1),
+            "max_tokens": (self.max_tokens, "at least 1", self.max_tokens >= (not self.prompt_logprobs)),
+            "top_logprobs": (self.top_logprobs, "in [0, 20]", 0 <= self.top_logprobs <= 20),
         }
         for name, (value, allowed, is_right) in wrong.items():
             if not is_right:
                 raise InputError(f"SamplingParams: {name} is {value}; it has to be {allowed}.")
+        if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
+            raise InputError("SamplingParams: top_logprobs needs logprobs=True, prompt_logprobs=True, or both.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InputError(f"SamplingParams: seed is {self.seed}; it has to fit 64 bits.")

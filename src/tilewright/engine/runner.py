@@ -13,6 +13,8 @@ from torch import Tensor
 from tilewright.engine.inputs import Sizes, StepInputs
 from tilewright.engine.model import PagedModel, Pages
 from tilewright.engine.scheduler import Chunk
+from tilewright.engine.scores import Rows, score, scores
+from tilewright.engine.sequence import Score
 from tilewright.errors import BackendError
 from tilewright.generate.graphs import StepGraphs
 from tilewright.log import logger
@@ -22,8 +24,10 @@ from tilewright.ops.sampling.sample import sample
 class Results:
     """Tokens of a queued step.  `read` waits for them."""
 
-    def __init__(self, chunks: Sequence[Chunk], outputs: Tensor, event: torch.cuda.Event | None) -> None:
-        self.chunks, self._outputs, self._event = chunks, outputs, event
+    def __init__(
+        self, chunks: Sequence[Chunk], outputs: Tensor, scored: Tensor | None, event: torch.cuda.Event | None
+    ) -> None:
+        self.chunks, self._outputs, self._scored, self._event = chunks, outputs, scored, event
 
     def read(self) -> list[tuple[int, float]]:
         """Token and log-probability behind each chunk; meaningless where a chunk draws nothing."""
@@ -31,6 +35,10 @@ class Results:
             self._event.synchronize()
         tokens, logprobs = self._outputs[:, : len(self.chunks)].tolist()
         return [(int(token), logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+
+    def scores(self) -> list[list[Score]]:
+        """What each chunk scored, after `read`."""
+        return scores(self.chunks, self._scored)
 
 
 class Runner:
@@ -54,22 +62,23 @@ class Runner:
     def launch(self, chunks: Sequence[Chunk]) -> Results:
         """Queue a step on the current stream.  The results of the step before the last have been read."""
         tokens, batch = sum(chunk.count for chunk in chunks), len(chunks)
-        decodes = tokens == batch
-        if decodes and self._capture(self.padded(batch)):
+        decodes, rows, scored = tokens == batch, Rows.of(chunks), None
+        if decodes and rows is None and self._capture(self.padded(batch)):
             tokens = batch = self.padded(batch)
             self._inputs.fill(chunks, tokens, batch)
             assert self._graphs is not None
             self._graphs.replay(batch)
         else:
             self._inputs.fill(chunks, tokens, batch)
-            self._compute(tokens, batch, decodes)
+            scored = self._compute(tokens, batch, decodes, rows)
+            scored = None if scored is None else scored.to("cpu", non_blocking=True)  # into pinned memory
         read, event = self._read[self._turn], None
         self._turn = 1 - self._turn
         read.copy_(self._outputs, non_blocking=True)
         if self._outputs.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        return Results(chunks, read, event)
+        return Results(chunks, read, scored, event)
 
     def capture(self) -> None:
         """Have the graph of every batch size."""
@@ -103,15 +112,19 @@ class Runner:
     def _wait(self) -> None:
         torch.cuda.current_stream(self.model.device).synchronize()
 
-    def _compute(self, tokens: int, batch: int, decodes: bool) -> None:
+    def _compute(self, tokens: int, batch: int, decodes: bool, scored: Rows | None = None) -> Tensor | None:
+        """Compute a step; returns what `score` says of the rows `scored`."""
         inputs, newest = self._inputs.device, self._newest
         sources = inputs("sources", tokens)
         ids = torch.where(sources < 0, inputs("ids", tokens), newest[sources.clamp(min=0)])
         cu_seqlens = None if decodes else inputs("cu_seqlens", batch + 1)
         pages = Pages(self.model.layers, inputs("lengths", batch), inputs("block_table", batch), cu_seqlens)
-        logits = self.model.forward(ids, inputs("positions", tokens), inputs("rows", batch), pages)
+        rows = inputs("rows", batch)
+        if scored is not None:
+            rows = torch.cat([rows, rows.new_tensor(scored.rows)])
+        logits = self.model.forward(ids, inputs("positions", tokens), rows, pages)
         drawn = sample(
-            logits,
+            logits[:batch],
             inputs("seeds", batch),
             inputs("draw_positions", batch),
             temperature=inputs("temperature", batch),
@@ -124,3 +137,6 @@ class Runner:
         newest.index_copy_(0, inputs("slots", batch), next_tokens.clamp(min=0))  # a row of NaN draws -1
         self._outputs[0, :batch] = next_tokens
         self._outputs[1, :batch] = logprobs
+        if scored is None:
+            return None
+        return score(logits[batch:], rows.new_tensor(scored.targets), scored.top)

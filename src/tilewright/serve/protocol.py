@@ -4,6 +4,7 @@ Fields of OpenAI's interface that change an answer and that the engine does not 
 ignored, so that clients of other servers work.
 """
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +13,6 @@ from tilewright.engine import SamplingParams
 from tilewright.errors import InputError
 
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {  # field: values that change nothing
-    "n": (None, 1),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),
@@ -20,7 +20,7 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {  # field: values that change nothin
     "presence_penalty": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
     "repetition_penalty": (None, 1, 1.0),
-    "top_logprobs": (None, 0),
+    "top_logprobs": (None, 0),  # of a completion, whose number is `logprobs`
     "response_format": (None, {"type": "text"}),
 }
 
@@ -37,6 +37,7 @@ class Sampled(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+    n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -63,9 +64,12 @@ class Sampled(BaseModel):
             raise InputError("stop: an empty text would end every answer.")
         return texts
 
-    def params(self, default_tokens: int, logprobs: bool) -> SamplingParams:
-        """The engine's parameters.  default_tokens: where the request names no number."""
-        return SamplingParams(
+    def params(self, default_tokens: int) -> list[SamplingParams]:
+        """The engine's parameters of each of the `n` answers to a prompt; their seeds count up from the given one.
+
+        default_tokens: where the request names no number.
+        """
+        first = SamplingParams(
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
@@ -74,15 +78,33 @@ class Sampled(BaseModel):
             max_tokens=default_tokens if self.max_tokens is None else self.max_tokens,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
+            **self.scores(),
         )
+        return [replace(first, seed=None if self.seed is None else self.seed + index) for index in range(self.n)]
+
+    def scores(self) -> dict[str, Any]:
+        """Which log-probabilities the engine has to compute."""
+        raise NotImplementedError
 
 
 class CompletionRequest(Sampled):
     """POST /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=1)
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+
+    def scores(self) -> dict[str, Any]:
+        """The prompt's log-probabilities with `echo`."""
+        if self.max_tokens == 0 and not self.echo:
+            raise InputError("max_tokens is 0, which echo=true alone takes.")
+        of_prompt = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        return {
+            "logprobs": self.logprobs is not None,
+            "top_logprobs": self.logprobs or 0,
+            "prompt_logprobs": of_prompt,
+        }
 
     def prompts(self) -> list[str | list[int]]:
         """One prompt, or several."""
@@ -112,4 +134,9 @@ class ChatRequest(Sampled):
     tool_choice: Literal["auto", "none"] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def scores(self) -> dict[str, Any]:
+        """Those of the answer."""
+        return {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs or 0}
