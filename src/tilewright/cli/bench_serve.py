@@ -57,6 +57,11 @@ def bench_server(
 
     every = math.inf if rate is None else rate
     workload = Workload(requests, every, Range.parse(prompt), Range.parse(output), vocabulary, seed)
+
+    def tell(ended: int) -> None:
+        if ended % max(requests // 10, 1) == 0:
+            say(f"{ended} of {requests} requests ended")
+
     name, records = measure(
         url,
         workload,
@@ -66,7 +71,7 @@ def bench_server(
         timeout=timeout,
         temperature=temperature,
         ignore_eos=ignore_eos,
-        progress=lambda ended: ended % max(requests // 10, 1) or say(f"{ended} of {requests} requests ended"),
+        progress=tell,
     )
     summary = summarise(records)
     load = asdict(workload) | {"rate": rate, "concurrency": concurrency, "temperature": temperature}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilewright.engine.generation import Generation, Output, Piece
+from tilewright.engine.grammar import Grammars, Matcher
 from tilewright.engine.inputs import Sizes
 from tilewright.engine.model import PagedModel
 from tilewright.engine.pages import PagePool
@@ -91,6 +92,8 @@ class Engine:
         self._stops, _ = checks.special_tokens(model.generation_config, None, None)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._generations: dict[Sequence, Generation] = {}
+        self._grammars: Grammars | None = None  # made with the first request that has one
+        self._grammars_lock = threading.Lock()
         self._news = threading.Condition()
         self._arrived: list[tuple[Sequence, Generation]] = []
         self._warmups: list[threading.Event] = []
@@ -119,7 +122,7 @@ class Engine:
             )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
-        sequence = Sequence(tokens, params, seed, stops)
+        sequence = Sequence(tokens, params, seed, stops, self._matcher(params))
         generation = Generation(sequence, self.tokenizer, self._wake)
         with self._news:
             if self._failure is not None:
@@ -268,6 +271,9 @@ class Engine:
             if token < 0:
                 self._end(sequence, "failed", FloatingPointError("no logit is above -inf: the model computes NaN"))
                 continue
+            if sequence.matcher is not None and sequence.matcher.error:
+                self._end(sequence, "failed", RuntimeError(f"its grammar: {sequence.matcher.error}"))
+                continue
             self._generations[sequence].deliver()
             if sequence.reason is not None:
                 self._end(sequence, sequence.reason)
@@ -318,6 +324,14 @@ class Engine:
                 f"{self._vocabulary}."
             )
         return tokens
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if params.grammar is None:
+            return None
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self._vocabulary, sorted(self._stops))
+        return self._grammars.matcher(params.grammar)
 
     def _pages(self, cache_tokens: int | None, max_batch: int, page_size: int) -> int:
         """Number of pages of the cache."""

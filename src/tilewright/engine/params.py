@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tilewright.engine.grammar import Grammar
 from tilewright.errors import InputError
 
 
@@ -22,6 +23,8 @@ class SamplingParams:
                   computed as a whole: no prefix of it is taken from the cache.
     top_logprobs  with either of the two also return the likeliest tokens and theirs, in [0, 20].  A step that draws
                   with alternatives runs without a CUDA graph.
+    grammar       what the answer has to keep to; not with logprobs, whose softmax knows no grammar.  The engine draws
+                  such a request in every second step, without a CUDA graph.
 
     Raises InputError for values outside of these ranges.
     """
@@ -37,6 +40,7 @@ class SamplingParams:
     logprobs: bool = False
     prompt_logprobs: bool = False
     top_logprobs: int = 0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         wrong = {
@@ -52,5 +56,7 @@ class SamplingParams:
                 raise InputError(f"SamplingParams: {name} is {value}; it has to be {allowed}.")
         if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
             raise InputError("SamplingParams: top_logprobs needs logprobs=True, prompt_logprobs=True, or both.")
+        if self.grammar is not None and self.logprobs:
+            raise InputError("SamplingParams: logprobs=True and a grammar exclude each other.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InputError(f"SamplingParams: seed is {self.seed}; it has to fit 64 bits.")

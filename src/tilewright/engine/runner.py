@@ -5,11 +5,13 @@ padded with sequences of length 0, which write no keys.  A drawn token stays on 
 slot, where the next step finds it; the host reads it when it has queued that step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from tilewright.engine.grammar import apply
 from tilewright.engine.inputs import Sizes, StepInputs
 from tilewright.engine.model import PagedModel, Pages
 from tilewright.engine.scheduler import Chunk
@@ -63,14 +65,19 @@ class Runner:
         """Queue a step on the current stream.  The results of the step before the last have been read."""
         tokens, batch = sum(chunk.count for chunk in chunks), len(chunks)
         decodes, rows, scored = tokens == batch, Rows.of(chunks), None
-        if decodes and rows is None and self._capture(self.padded(batch)):
+        masks = {
+            row: chunk.sequence.matcher.mask
+            for row, chunk in enumerate(chunks)
+            if chunk.draws and chunk.sequence.matcher is not None
+        }
+        if decodes and rows is None and not masks and self._capture(self.padded(batch)):
             tokens = batch = self.padded(batch)
             self._inputs.fill(chunks, tokens, batch)
             assert self._graphs is not None
             self._graphs.replay(batch)
         else:
             self._inputs.fill(chunks, tokens, batch)
-            scored = self._compute(tokens, batch, decodes, rows)
+            scored = self._compute(tokens, batch, decodes, rows, masks)
             scored = None if scored is None else scored.to("cpu", non_blocking=True)  # into pinned memory
         read, event = self._read[self._turn], None
         self._turn = 1 - self._turn
@@ -99,8 +106,12 @@ class Runner:
             return self._graphs is not None
         self._wait()  # `fill` below takes a turn that no step has
         self._inputs.fill((), batch, batch)
+
+        def decode() -> None:
+            self._compute(batch, batch, decodes=True)
+
         try:
-            self._graphs.capture(batch, lambda: self._compute(batch, batch, decodes=True), lambda: None)
+            self._graphs.capture(batch, decode, lambda: None)
         except BackendError as error:
             if self._must_capture:
                 raise
@@ -112,8 +123,15 @@ class Runner:
     def _wait(self) -> None:
         torch.cuda.current_stream(self.model.device).synchronize()
 
-    def _compute(self, tokens: int, batch: int, decodes: bool, scored: Rows | None = None) -> Tensor | None:
-        """Compute a step; returns what `score` says of the rows `scored`."""
+    def _compute(
+        self,
+        tokens: int,
+        batch: int,
+        decodes: bool,
+        scored: Rows | None = None,
+        masks: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Tensor | None:
+        """Compute a step; returns what `score` says of the rows `scored`.   masks: of rows that keep to a grammar."""
         inputs, newest = self._inputs.device, self._newest
         sources = inputs("sources", tokens)
         ids = torch.where(sources < 0, inputs("ids", tokens), newest[sources.clamp(min=0)])
@@ -124,7 +142,7 @@ class Runner:
             rows = torch.cat([rows, rows.new_tensor(scored.rows)])
         logits = self.model.forward(ids, inputs("positions", tokens), rows, pages)
         drawn = sample(
-            logits[:batch],
+            apply(logits[:batch], masks),
             inputs("seeds", batch),
             inputs("draw_positions", batch),
             temperature=inputs("temperature", batch),

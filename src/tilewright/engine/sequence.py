@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isnan
 
+from tilewright.engine.grammar import Matcher
 from tilewright.engine.params import SamplingParams
 
 
@@ -37,6 +38,7 @@ class Sequence:
     """tokens: prompt and read tokens.   cached: how many have keys and values in the pages, those of queued steps
     included.   unread: drawn tokens, the newest ones, that only the device knows.   pages: in order of positions.
     slot: row of the device's state, while it runs.   reused: tokens that the last admission found in the cache.
+    matcher: of the request's grammar.
     prompt_logprobs, prompt_top: of the prompt's tokens from the second on, as far as they are read.   top: of the new
     tokens.
     """
@@ -45,6 +47,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     stops: frozenset[int]
+    matcher: Matcher | None = None
     prompt_length: int = 0
     status: Status = Status.WAITING
     cached: int = 0
@@ -74,7 +77,11 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next is drawn; 0 when all that it may draw are drawn."""
+        """Tokens to compute before the next is drawn; 0 when all that it may draw are drawn, and while a grammar waits
+        for a token to be read.
+        """
+        if self.matcher is not None and self.unread:
+            return 0
         return 0 if self.total >= self.longest else self.total - self.cached
 
     @property
@@ -97,7 +104,9 @@ class Sequence:
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        if token in self.stops:
+        if self.matcher is not None:
+            self.matcher.accept(token)
+        if token in self.stops or (self.matcher is not None and self.matcher.is_over):
             self.reason = "stop"
         elif len(self.tokens) == self.longest:
             self.reason = "length"

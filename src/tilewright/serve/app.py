@@ -172,15 +172,19 @@ class _Server:
             raise InputError("logprobs and echo come with whole answers alone; leave out stream.")
         if self._open + len(prompts) * len(params) > self.max_waiting:
             raise _Refusal(429, f"{self._open} requests are waiting, of {self.max_waiting}; try again later.")
+        self._open += len(prompts) * len(params)
         generations: list[Generation] = []
         try:
             for prompt, its in product(prompts, params):
-                generations.append(self.engine.submit(prompt, its))
+                if its.grammar is None:
+                    generations.append(self.engine.submit(prompt, its))
+                else:  # to compile one takes a while
+                    generations.append(await asyncio.to_thread(self.engine.submit, prompt, its))
                 self.metrics.prompt_tokens.inc(generations[-1].prompt_length)
-        except InputError:
+        except BaseException:
+            self._open -= len(prompts) * len(params)
             _cancel(generations)
             raise
-        self._open += len(generations)
         envelope = Envelope(form, self.name)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage

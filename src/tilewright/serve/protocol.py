@@ -4,12 +4,14 @@ Fields of OpenAI's interface that change an answer and that the engine does not 
 ignored, so that clients of other servers work.
 """
 
+import json
 from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tilewright.engine import SamplingParams
+from tilewright.engine import Grammar, SamplingParams
+from tilewright.engine.grammar import json_object
 from tilewright.errors import InputError
 
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {  # field: values that change nothing
@@ -21,7 +23,6 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {  # field: values that change nothin
     "frequency_penalty": (None, 0, 0.0),
     "repetition_penalty": (None, 1, 1.0),
     "top_logprobs": (None, 0),  # of a completion, whose number is `logprobs`
-    "response_format": (None, {"type": "text"}),
 }
 
 
@@ -29,6 +30,29 @@ class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """The schema of a response format; name, description and `strict` change nothing."""
+
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What kind of text an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> Grammar | None:
+        """The grammar; None for any text."""
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InputError("response_format is json_schema, and names no json_schema.")
+            return Grammar("json_schema", json.dumps(self.json_schema.schema_))
+        return json_object() if self.type == "json_object" else None
 
 
 class Sampled(BaseModel):
@@ -47,6 +71,8 @@ class Sampled(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    guided_regex: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -78,9 +104,19 @@ class Sampled(BaseModel):
             max_tokens=default_tokens if self.max_tokens is None else self.max_tokens,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            grammar=self.grammar(),
             **self.scores(),
         )
         return [replace(first, seed=None if self.seed is None else self.seed + index) for index in range(self.n)]
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to keep to; `guided_regex` is a field of other servers."""
+        grammar = None if self.response_format is None else self.response_format.grammar()
+        if self.guided_regex is None:
+            return grammar
+        if grammar is not None:
+            raise InputError("response_format and guided_regex exclude each other.")
+        return Grammar("regex", self.guided_regex)
 
     def scores(self) -> dict[str, Any]:
         """Which log-probabilities the engine has to compute."""
