@@ -59,7 +59,7 @@ def score(logits: Tensor, targets: Tensor, top: int) -> Tensor:
 
 
 def scores(chunks: Sequence[Chunk], scored: Tensor | None) -> list[list[Score]]:
-    """Of each chunk, those of its prompt tokens in order, then that of its draw if it shows alternatives."""
+    """Scores of each chunk: those of its prompt tokens in order, then that of its draw if it shows alternatives."""
     if scored is None:
         return [[] for _ in chunks]
     every = _each(scored.tolist())
@@ -73,5 +73,5 @@ def _each(rows: list[list[float]]) -> Iterator[Score]:
 
 
 def _first(score: Score, chunk: Chunk) -> Score:
-    """As many alternatives as the request of `chunk` asks for."""
+    """A score with as many alternatives as the request of `chunk` asks for."""
     return Score(score.logprob, dict(islice(score.top.items(), chunk.sequence.params.top_logprobs)))

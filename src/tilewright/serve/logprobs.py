@@ -60,7 +60,7 @@ def _text(tokenizer: Any, token: int) -> str:
 
 
 def _by_text(tokenizer: Any, top: dict[int, float]) -> dict[str, float | None]:
-    """Of tokens with one text the likeliest stays."""
+    """Log-probabilities by text; of tokens with one text the likeliest stays."""
     return {_text(tokenizer, token): _value(logprob) for token, logprob in reversed(top.items())}
 
 
