@@ -23,7 +23,7 @@ PYTHON = VENV / "bin" / "python"
 TORCH = "2.13.0"
 VERSION = sys.version.split()[0]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = {"demo": "hf,report", "test": "hf,report,serve,cuda,cutile,dev"}
+EXTRAS = {"demo": "hf,report", "test": "hf,report,serve,grammar,cuda,cutile,dev"}
 
 HAS_CUDA_TORCH = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 TORCH_VERSION = "import torch; print(torch.__version__)"

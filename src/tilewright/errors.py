@@ -11,6 +11,7 @@ TilewrightError
 ├── TableError (ValueError)         a tuning table that must not be used: schema, architecture, contents
 ├── CorruptError                    a damaged entry of the kernel cache; the cache compiles it again
 ├── UntrustedError                  a file of the kernel cache that another user may write; the cache does not load it
+├── ServerError                     a server that was asked over HTTP did not answer as asked
 └── UsageError                      wrong command-line input: one line, exit code 2
 
 A class whose name ends in Error is in this tree.  Exceptions with other names carry control flow inside one room and
@@ -75,6 +76,18 @@ class CorruptError(TilewrightError):
 
 class UntrustedError(TilewrightError):
     """Another user may have written this file or folder; says who."""
+
+
+class ServerError(TilewrightError):
+    """A server did not answer a request as asked.   kind: a few words, the same for all failures of a kind."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message = kind, message
+
+    def __reduce__(self) -> tuple[type["ServerError"], tuple[str, str]]:
+        """Pickle the arguments, not the text that they make."""
+        return ServerError, (self.kind, self.message)
 
 
 class UsageError(TilewrightError):

@@ -6,76 +6,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-import uvicorn
 from tests.models import zoo
+from tests.serve.running import KEY, Running, engine_of
 
 from tilewright import Engine
 from tilewright.engine import SamplingParams
 from tilewright.errors import InputError
 from tilewright.serve import create_app
-
-KEY = "secret"
-
-
-class Letters:
-    """A tokenizer of one letter a token, with a chat template."""
-
-    chat_template = "as below"
-
-    def __call__(self, text):
-        return {"input_ids": [ord(letter) % zoo.VOCABULARY for letter in text]}
-
-    def decode(self, tokens, skip_special_tokens=True):
-        return "".join(chr(97 + token % 26) for token in tokens)
-
-    def apply_chat_template(self, messages, tools, add_generation_prompt, return_dict, **options):
-        if any(message["role"] == "unknown" for message in messages):
-            raise ValueError("roles are user and assistant")
-        text = "".join(f"{message['role']}:{message['content']};" for message in messages) + ("T" if tools else "")
-        return self(text)
-
-
-def engine_of(**sizes):
-    model = zoo.build("llama")
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return Engine(model, Letters(), **{"max_batch": 8, "page_size": 4, "max_context": 128} | sizes)
-
-
-class Running:
-    """The application on a port of this machine, in a thread."""
-
-    def __init__(self, engine, **options):
-        self.engine = engine
-        config = uvicorn.Config(create_app(engine, "tiny", **options), port=0, log_level="error")
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run)
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
-
-    def close(self):
-        self.server.should_exit = True
-        self.thread.join()
-
-    def ask(self, path, body=None, key=KEY, method=None, headers=None):
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        own = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"} | (headers or {})
-        connection.request(method or ("GET" if body is None else "POST"), path, data, own)
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        is_json = response.headers["content-type"] == "application/json"
-        return response.status, json.loads(text) if is_json else text.decode()
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +124,7 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
         (BODY | {"max_tokens": 0}, 400, "max_tokens"),
         (BODY | {"max_tokens": 1000}, 400, "exceed the 128"),
         (BODY | {"temperature": -1}, 400, "temperature"),
-        (BODY | {"n": 2}, 400, "n is 2; this server does not apply it"),
+        (BODY | {"suffix": "end"}, 400, "suffix is 'end'; this server does not apply it"),
         (BODY | {"logit_bias": {"5": 101}}, 400, "logit_bias"),
         (BODY | {"logit_bias": {"100000": 1}}, 400, "logit_bias has tokens [100000]"),
         (BODY | {"presence_penalty": 3}, 400, "presence_penalty"),
@@ -245,7 +188,7 @@ def test_a_client_that_leaves_takes_its_request_with_it(running):
 
 def test_numbers_for_prometheus(running):
     running.ask("/v1/completions", BODY)
-    running.ask("/v1/completions", BODY | {"n": 3})
+    running.ask("/v1/completions", BODY | {"suffix": "end"})
     lines = dict(line.rsplit(" ", 1) for line in running.ask("/metrics")[1].splitlines() if not line.startswith("#"))
     assert float(lines['tilewright_requests_total{status="200"}']) >= 1
     assert float(lines['tilewright_requests_total{status="400"}']) >= 1
@@ -272,7 +215,7 @@ def test_text_is_needed():
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tests.serve.test_serve import engine_of
+from tests.serve.running import engine_of
 from tilewright.serve import serve
 serve(engine_of(max_context=100), "tiny", port=int(sys.argv[2]))
 """

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from tilewright import __version__
-from tilewright.cli import bench, cache, doctor, generate, model, op, serve, tune, warmup
+from tilewright.cli import bench, bench_serve, cache, doctor, generate, model, op, serve, tune, warmup
 from tilewright.errors import TilewrightError, VerificationError
 
 # What the parser raises.  Newer versions of typer have their own copy of click: take the base class, not an import
@@ -21,7 +21,12 @@ _ParserError: type[Any] = typer.BadParameter.__mro__[2]
 
 
 class Commands(TyperGroup):
-    """The commands, with errors turned into exit codes."""
+    """The commands, some of two words, with errors turned into exit codes."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first two words, if there is one, or else that of the first."""
+        words = " ".join(args[:2])
+        return super().resolve_command(ctx, [words, *args[2:]] if words in self.commands else args)
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run one command line and exit."""
@@ -59,6 +64,7 @@ for _name, _command, _example in (
     ("explain", op.explain_op, "rms_norm --case M=8,N=4096 --device cuda"),
     ("check", op.check_op, "rms_norm --case odd_n --backend triton"),
     ("bench", bench.bench_suite, "norm rms_norm --case M=8192,N=4096"),
+    ("bench serve", bench_serve.bench_server, "http://127.0.0.1:8000 --rate 4 --prompt-tokens 64-512"),
     ("tune", tune.tune_ops, "path/to/model --budget 10m"),
     ("analyze", model.analyze_model, "path/to/model --prompts prompts.txt"),
     ("optimize", model.optimize_model, "model.py:factory --html report.html"),

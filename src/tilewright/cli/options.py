@@ -3,6 +3,7 @@
 import re
 from enum import StrEnum
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,6 +43,10 @@ BackendOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", metavar="NAME", help="cuda, cuda:1, cpu; default: the GPU if there is one.")
+]
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option("--api-key-file", help="File of that key, which no list of processes shows.", dir_okay=False),
 ]
 
 
@@ -93,6 +98,21 @@ def seconds(budget: str) -> float:
     if match is None or float(match[1]) == 0:
         raise UsageError(f"--budget {budget}: write it as 90s, 5m or 1h.")
     return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def key(api_key: str | None, file: Path | None) -> str | None:
+    """The key of a server, given as it is or in a file."""
+    if file is None:
+        return api_key
+    if api_key is not None:
+        raise UsageError("--api-key and --api-key-file exclude each other.")
+    try:
+        text = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {file} cannot be read: {error}.") from None
+    if not text:
+        raise UsageError(f"--api-key-file {file} is empty; needs the key.")
+    return text
 
 
 def need(extra: str, *modules: str) -> None:

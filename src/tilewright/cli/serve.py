@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilewright.cli.options import DeviceOption, device, need
+from tilewright.cli.options import DeviceOption, KeyFileOption, device, key, need
 from tilewright.errors import UsageError
 
 
@@ -21,10 +21,7 @@ def serve_model(
         str | None, typer.Option("--name", help="The model's name for clients; default: the folder's.")
     ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", help="Answer only clients with this key.")] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", help="File of that key, which no list of processes shows.", dir_okay=False),
-    ] = None,
+    api_key_file: KeyFileOption = None,
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Sequences of one step.")] = 64,
     max_context: Annotated[
         int | None, typer.Option("--max-context", min=2, help="Tokens of a prompt and its answer; default: up to 8192.")
@@ -41,10 +38,7 @@ def serve_model(
     place = device(device_name)
     if fp8 and place == "cpu":
         raise UsageError("--fp8 needs a GPU.")
-    if api_key_file is not None:
-        if api_key is not None:
-            raise UsageError("--api-key and --api-key-file exclude each other.")
-        api_key = _key(api_key_file)
+    api_key = key(api_key, api_key_file)
     from tilewright import Engine, patch
     from tilewright.assistant import load
     from tilewright.serve import serve
@@ -61,13 +55,3 @@ def serve_model(
         seconds = engine.warmup()
         print(f"ready after {seconds:.0f} s of captures: http://{host}:{port}", file=sys.stderr, flush=True)
         serve(engine, name or Path(model).name, host=host, port=port, api_key=api_key, max_waiting=max_waiting)
-
-
-def _key(file: Path) -> str:
-    try:
-        key = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key-file {file} cannot be read: {error}.") from None
-    if not key:
-        raise UsageError(f"--api-key-file {file} is empty; needs the key.")
-    return key

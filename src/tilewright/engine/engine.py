@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilewright.engine.generation import Generation, Output, Piece
+from tilewright.engine.grammar import Grammars, Matcher
 from tilewright.engine.inputs import Sizes
 from tilewright.engine.lookup import PromptLookup
 from tilewright.engine.model import PagedModel
@@ -106,6 +107,8 @@ class Engine:
         self._stops, _ = checks.special_tokens(model.generation_config, None, None)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._generations: dict[Sequence, Generation] = {}
+        self._grammars: Grammars | None = None  # made with the first request that has one
+        self._grammars_lock = threading.Lock()
         self._news = threading.Condition()
         self._arrived: list[tuple[Sequence, Generation]] = []
         self._warmups: list[threading.Event] = []
@@ -135,8 +138,8 @@ class Engine:
             )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
-        lookup = PromptLookup() if self._scheduler.drafts and not params.changes_logits else None
-        sequence = Sequence(tokens, params, seed, stops, lookup)
+        lookup = PromptLookup() if self._scheduler.drafts and params.may_draft else None
+        sequence = Sequence(tokens, params, seed, stops, lookup, self._matcher(params))
         generation = Generation(sequence, self.tokenizer, self._wake)
         with self._news:
             if self._failure is not None:
@@ -273,9 +276,13 @@ class Engine:
 
     def _read(self, results: Results) -> None:
         """Give the tokens of a step to their sequences."""
-        for chunk, (tokens, logprobs) in zip(results.chunks, results.read(), strict=True):
+        for chunk, (tokens, logprobs), scores in zip(results.chunks, results.read(), results.scores(), strict=True):
             sequence = chunk.sequence
             count = self._scheduler.accept(chunk, tokens)
+            if not sequence.take(chunk.start + 1, scores[: chunk.scored]) and sequence.status is not Status.FINISHED:
+                self._end(sequence, "failed", FloatingPointError("the model computes NaN behind the prompt's tokens"))
+            if chunk.shows_top:
+                sequence.top.append(scores[-1].top)
             for token, logprob in zip(tokens[:count], logprobs[:count], strict=True):
                 if sequence.status is Status.FINISHED:  # an earlier token ended it
                     break
@@ -284,12 +291,15 @@ class Engine:
     def _take(self, sequence: Sequence, token: int, logprob: float) -> None:
         """Give a token to its sequence, which it may end."""
         if token < 0:
-            reason = "the model computes NaN, or logit_bias forbids every token"
+            reason = "the model computes NaN, or logit_bias forbids every token, or a grammar does"
             self._end(sequence, "failed", FloatingPointError(f"no logit is above -inf: {reason}"))
             return
         sequence.read(token, logprob if sequence.params.logprobs else None)
+        if sequence.matcher is not None and sequence.matcher.error:
+            self._end(sequence, "failed", RuntimeError(f"its grammar: {sequence.matcher.error}"))
+            return
         try:
-            if self._generations[sequence].deliver(token):
+            if sequence.params.max_tokens and self._generations[sequence].deliver(token):
                 sequence.reason = "stop"
         except Exception as error:  # noqa: BLE001 - of the tokenizer, which is the caller's
             self._end(sequence, "failed", error)
@@ -325,6 +335,14 @@ class Engine:
             self._news.notify()
 
     # Set-up.
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if params.grammar is None:
+            return None
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self._vocabulary, sorted(self._stops))
+        return self._grammars.matcher(params.grammar)
 
     def _pages(self, cache_tokens: int | None, max_batch: int, page_size: int, kv_dtype: torch.dtype | None) -> int:
         """Number of pages of the cache."""

@@ -21,6 +21,9 @@ class Output:
     text      of the tokens, up to a stop string; "" without a tokenizer.
     reason    "stop": an end-of-text or stop token, or a stop string; "length": max_tokens; "cancelled".
     logprobs  one for each token, if they were requested.   reused: prompt tokens whose keys were in the cache already.
+    top_logprobs         of the likeliest tokens, for each token, in descending order.
+    prompt_logprobs      one for each token of the prompt, if they were requested; None for the first.
+    prompt_top_logprobs  the same of the likeliest tokens in their place.
     """
 
     prompt: list[int]
@@ -29,6 +32,9 @@ class Output:
     reason: str
     logprobs: list[float] | None
     reused: int
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,20 @@ class Generation:
         else:
             text = "" if self._tokenizer is None else self._tokenizer.decode(new, skip_special_tokens=True)
         prompt = sequence.tokens[: sequence.prompt_length]
-        logprobs = list(sequence.logprobs) if sequence.params.logprobs else None
-        return Output(prompt, new, text, sequence.reason, logprobs, sequence.reused)
+        params, places = sequence.params, range(len(prompt))
+        return Output(
+            prompt,
+            new,
+            text,
+            sequence.reason,
+            list(sequence.logprobs) if params.logprobs else None,
+            sequence.reused,
+            list(sequence.top[: len(new)]) if params.logprobs and params.top_logprobs else None,
+            [sequence.prompt_logprobs.get(place) for place in places] if params.prompt_logprobs else None,
+            [sequence.prompt_top.get(place) for place in places]
+            if params.prompt_logprobs and params.top_logprobs
+            else None,
+        )
 
     def __iter__(self) -> Iterator[Piece]:
         stream = self._stream()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from tilewright.engine.grammar import Grammar
 from tilewright.errors import InputError
 
 
@@ -22,7 +23,7 @@ class SamplingParams:
     frequency_penalty   subtracted once for each time that a token is in the answer.
     logit_bias          added to the logits of these tokens after the penalties; -inf forbids a token.
 
-    max_tokens    new tokens, the last of which may be an end-of-text token.
+    max_tokens    new tokens, the last of which may be an end-of-text token; 0 with prompt_logprobs alone.
     min_tokens    new tokens before the request may end: until then stop tokens are forbidden, and the text of these
                   tokens is not searched for stop strings.
     stop_tokens   further tokens that end the request, beside those of the model's generation config.
@@ -31,6 +32,12 @@ class SamplingParams:
     include_stop_str_in_output   the text of the answer ends behind that stop string.
     ignore_eos    go on after the model's end-of-text tokens.
     logprobs      also return log-probabilities of the drawn tokens in softmax(logits), before penalties and bias.
+    prompt_logprobs  also return those of the prompt's tokens, each behind the tokens before it.  Such a prompt is
+                  computed as a whole: no prefix of it is taken from the cache.
+    top_logprobs  with either of the two also return the likeliest tokens and theirs, in [0, 20].  A step that draws
+                  with alternatives runs without a CUDA graph.
+    grammar       what the answer has to keep to; not with logprobs, whose softmax knows no grammar.  The engine draws
+                  such a request in every second step, without a CUDA graph.
 
     Raises InputError for values outside of these ranges.
     """
@@ -51,6 +58,9 @@ class SamplingParams:
     min_tokens: int = 0
     stop: str | tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    prompt_logprobs: bool = False
+    top_logprobs: int = 0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         wrong = {
@@ -58,7 +68,8 @@ class SamplingParams:
             "top_k": (self.top_k, "at least 0; 0 keeps all tokens", self.top_k >= 0),
             "top_p": (self.top_p, "in (0, 1]; 1 keeps all tokens", 0 < self.top_p <= 1),
             "min_p": (self.min_p, "in [0, 1]", 0 <= self.min_p <= 1),
-            "max_tokens": (self.max_tokens, "at least 1", self.max_tokens >= 1),
+            "max_tokens": (self.max_tokens, "at least 1", self.max_tokens >= (not self.prompt_logprobs)),
+            "top_logprobs": (self.top_logprobs, "in [0, 20]", 0 <= self.top_logprobs <= 20),
             "min_tokens": (self.min_tokens, "from 0 to max_tokens", 0 <= self.min_tokens <= self.max_tokens),
             "repetition_penalty": (self.repetition_penalty, "above 0", 0 < self.repetition_penalty < inf),
             "presence_penalty": (self.presence_penalty, "finite", -inf < self.presence_penalty < inf),
@@ -69,6 +80,10 @@ class SamplingParams:
         for name, (value, allowed, is_right) in wrong.items():
             if not is_right:
                 raise InputError(f"SamplingParams: {name} is {value!r}; it has to be {allowed}.")
+        if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
+            raise InputError("SamplingParams: top_logprobs needs logprobs=True, prompt_logprobs=True, or both.")
+        if self.grammar is not None and self.logprobs:
+            raise InputError("SamplingParams: logprobs=True and a grammar exclude each other.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InputError(f"SamplingParams: seed is {self.seed}; it has to fit 64 bits.")
 
@@ -82,3 +97,8 @@ class SamplingParams:
         """Some logits are not the model's, at some time."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.logit_bias or self.min_tokens)
+
+    @property
+    def may_draft(self) -> bool:
+        """Tokens may be speculated: they are drawn from the model's own logits, and no other logits are wanted."""
+        return not (self.changes_logits or self.grammar or self.top_logprobs or self.prompt_logprobs)

@@ -6,16 +6,20 @@ no keys.  A drawn token stays on the device, in the row of its sequence's
 slot, where the next step finds it; the host reads it when it has queued that step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from tilewright.engine.grammar import apply
 from tilewright.engine.inputs import Sizes, Step, StepInputs
 from tilewright.engine.model import PagedModel, Pages
 from tilewright.engine.penalties import Penalties
 from tilewright.engine.scheduler import Chunk
+from tilewright.engine.scores import Rows, score, scores
+from tilewright.engine.sequence import Score
 from tilewright.errors import BackendError
 from tilewright.generate.graphs import StepGraphs
 from tilewright.log import logger
@@ -25,8 +29,10 @@ from tilewright.ops.sampling.sample import sample
 class Results:
     """Tokens of a queued step.  `read` waits for them."""
 
-    def __init__(self, chunks: Sequence[Chunk], outputs: Tensor, event: torch.cuda.Event | None) -> None:
-        self.chunks, self._outputs, self._event = chunks, outputs, event
+    def __init__(
+        self, chunks: Sequence[Chunk], outputs: Tensor, scored: Tensor | None, event: torch.cuda.Event | None
+    ) -> None:
+        self.chunks, self._outputs, self._scored, self._event = chunks, outputs, scored, event
 
     def read(self) -> list[tuple[list[int], list[float]]]:
         """Tokens and log-probabilities behind each chunk and its drafts; meaningless where a chunk draws nothing."""
@@ -39,6 +45,10 @@ class Results:
             ([int(token) for token in tokens[start : start + count]], logprobs[start : start + count])
             for start, count in zip(starts, counts, strict=False)
         ]
+
+    def scores(self) -> list[list[Score]]:
+        """What each chunk scored, after `read`."""
+        return scores(self.chunks, self._scored)
 
 
 class Runner:
@@ -62,26 +72,27 @@ class Runner:
 
     def launch(self, chunks: Sequence[Chunk]) -> Results:
         """Queue a step on the current stream.  The results of the step before the last have been read."""
-        step = self._step(chunks)
+        step, scored_rows, masks, scored = self._step(chunks), Rows.of(chunks), _masks(chunks), None
         if step.has_penalties:
             if self._penalties is None:
                 self._penalties = Penalties(self.sizes.max_batch + 1, self.model.vocabulary, self.model.device)
             self._penalties.prepare(chunks)
-        is_decode = all(chunk.count == 1 for chunk in chunks)
-        if is_decode and self._capture(padded := self._padded(step)):
+        has_graph = scored_rows is None and not masks and all(chunk.count == 1 for chunk in chunks)
+        if has_graph and self._capture(padded := self._padded(step)):
             self._inputs.fill(chunks, padded)
             assert self._graphs is not None
             self._graphs.replay(padded)
         else:
             self._inputs.fill(chunks, step)
-            self._compute(step)
+            scored = self._compute(step, scored_rows, masks)
+            scored = None if scored is None else scored.to("cpu", non_blocking=True)  # into pinned memory
         read, event = self._read[self._turn], None
         self._turn = 1 - self._turn
         read.copy_(self._outputs, non_blocking=True)
         if self._outputs.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        return Results(chunks, read, event)
+        return Results(chunks, read, scored, event)
 
     def capture(self) -> None:
         """Have the graph of every batch size, without penalties, and with drafts if sequences may have any."""
@@ -115,8 +126,12 @@ class Runner:
             return self._graphs is not None
         self._wait()  # `fill` below takes a turn that no step has
         self._inputs.fill((), step)
+
+        def decode() -> None:
+            self._compute(step)
+
         try:
-            self._graphs.capture(step, lambda: self._compute(step), lambda: None)
+            self._graphs.capture(step, decode, lambda: None)
         except BackendError as error:
             if self._must_capture:
                 raise
@@ -128,16 +143,23 @@ class Runner:
     def _wait(self) -> None:
         torch.cuda.current_stream(self.model.device).synchronize()
 
-    def _compute(self, step: Step) -> None:
+    def _compute(
+        self, step: Step, scored: Rows | None = None, masks: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> Tensor | None:
+        """Compute a step; returns what `score` says of the rows `scored`.   masks: of rows that keep to a grammar."""
         inputs, newest, (tokens, rows, batch) = self._inputs.device, self._newest, step[:3]
         sources = inputs("sources", tokens)
         ids = torch.where(sources < 0, inputs("ids", tokens), newest[sources.clamp(min=0)])
         cu_seqlens = None if step.is_decode else inputs("cu_seqlens", batch + 1)
         pages = Pages(self.model.layers, inputs("lengths", batch), inputs("block_table", batch), cu_seqlens)
-        logits = self.model.forward(ids, inputs("positions", tokens), inputs("rows", rows), pages)
+        places = inputs("rows", rows)
+        if scored is not None:
+            places = torch.cat([places, places.new_tensor(scored.rows)])
+        every = self.model.forward(ids, inputs("positions", tokens), places, pages)
+        logits = every[:rows]
         penalties = self._penalties if step.has_penalties else None
         drawn = sample(
-            logits if penalties is None else penalties.apply(logits, self._inputs),
+            apply(logits if penalties is None else penalties.apply(logits, self._inputs), masks),
             inputs("seeds", rows),
             inputs("draw_positions", rows),
             temperature=inputs("temperature", rows),
@@ -147,10 +169,21 @@ class Runner:
             logprobs="model",
         )
         next_tokens, logprobs = drawn
-        places = next_tokens.clamp(min=0)  # a row of NaN draws -1
+        columns = next_tokens.clamp(min=0)  # a row of NaN draws -1
         if penalties is not None:
-            logprobs = logits.float().log_softmax(1).gather(1, places[:, None])[:, 0]
-            penalties.add(places, self._inputs)
-        newest.index_copy_(0, inputs("slots", rows), places)
+            logprobs = logits.float().log_softmax(1).gather(1, columns[:, None])[:, 0]
+            penalties.add(columns, self._inputs)
+        newest.index_copy_(0, inputs("slots", rows), columns)
         self._outputs[0, :rows] = next_tokens
         self._outputs[1, :rows] = logprobs
+        return None if scored is None else score(every[rows:], places.new_tensor(scored.targets), scored.top)
+
+
+def _masks(chunks: Sequence[Chunk]) -> dict[int, Tensor]:
+    """Masks of the grammars of a step, by row."""
+    masks, row = {}, 0
+    for chunk in chunks:
+        if chunk.draws and chunk.sequence.matcher is not None:
+            masks[row] = chunk.sequence.matcher.mask
+        row += 1 + len(chunk.drafts)
+    return masks

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from tilewright.engine.pages import PagePool
 from tilewright.engine.sequence import Sequence, Status
 
+_SCORED = 1024  # tokens of one step whose logits are all kept: 0.3 GB at 128k tokens of vocabulary in bf16
+
 
 @dataclass
 class Chunk:
     """Tokens start .. start + count of one sequence.   draws: the last one is the sequence's newest, so its logits draw
     another.   admission: the sequence's when this was planned; after another its pages are others.   drafts: speculated
-    tokens behind it, computed too; `accept` makes those tokens of the chunk that were drawn.
+    tokens behind it, computed too; `accept` makes those tokens of the chunk that were drawn.   scored: its first
+    tokens, behind each of which the prompt's next token gets its log-probability.
     """
 
     sequence: Sequence
@@ -26,10 +29,17 @@ class Chunk:
     draws: bool
     admission: int
     drafts: tuple[int, ...] = ()
+    scored: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def shows_top(self) -> bool:
+        """True where the draw is told with its alternatives."""
+        params = self.sequence.params
+        return self.draws and params.logprobs and params.top_logprobs > 0
 
 
 class Scheduler:
@@ -45,6 +55,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.preemptions = 0
         self._slots = list(range(max_batch - 1, -1, -1))
+        self._unscored = 0  # tokens that the step being planned may still score
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -55,7 +66,7 @@ class Scheduler:
         The caller computes them in this order on one stream: pages change hands without a wait.
         """
         chunks: dict[int, Chunk] = {}  # by slot
-        room = self.step_tokens
+        room, self._unscored = self.step_tokens, _SCORED
         decoding = [each for each in self.running if each.remaining == 1]
         for sequence in decoding + [each for each in self.running if each.remaining > 1]:
             if sequence.status is Status.RUNNING and room:
@@ -100,13 +111,15 @@ class Scheduler:
 
     def _extend(self, sequence: Sequence, room: int, chunks: dict[int, Chunk]) -> int:
         """Plan a chunk of a running sequence, at the cost of those admitted after it; returns its tokens."""
-        count = min(sequence.remaining, room)
+        count = self._count(sequence, room)
         while not self._grow(sequence, count):
             victim = self.running[-1]
             chunks.pop(victim.slot, None)
             self._preempt(victim)
             if victim is sequence:
                 return 0
+        if not count:
+            return 0
         chunk = chunks[sequence.slot] = self._chunk(sequence, count)
         chunk.drafts = self._draft(sequence, room) if count == 1 else ()
         return count + len(chunk.drafts)
@@ -124,10 +137,10 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.unread:  # preempted in the step before: its newest token is not known yet
             return None
-        sequence.pages = self.pool.take_prefix(sequence.tokens[:-1])
+        sequence.pages = [] if sequence.scores_prompt else self.pool.take_prefix(sequence.tokens[:-1])
         sequence.cached = sequence.reused = len(sequence.pages) * self.pool.page_size
-        count = min(sequence.remaining, room)
-        if not self._grow(sequence, count):
+        count = self._count(sequence, room)
+        if not count or not self._grow(sequence, count):
             self._drop_pages(sequence)
             return None
         self.waiting.popleft()
@@ -161,7 +174,13 @@ class Scheduler:
         self.pool.release(sequence.pages)
         sequence.pages, sequence.cached = [], 0
 
-    @staticmethod
-    def _chunk(sequence: Sequence, count: int) -> Chunk:
+    def _count(self, sequence: Sequence, room: int) -> int:
+        """Tokens of the next chunk of a sequence; 0 where it has to wait for a step that may score it."""
+        count = min(sequence.remaining, room)
+        return min(count, self._unscored) if sequence.scores_prompt else count
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         draws = sequence.cached + count == sequence.total
-        return Chunk(sequence, sequence.cached, count, draws, sequence.admissions)
+        scored = min(count, sequence.prompt_length - 1 - sequence.cached) if sequence.scores_prompt else 0
+        self._unscored -= max(scored, 0)
+        return Chunk(sequence, sequence.cached, count, draws, sequence.admissions, scored=max(scored, 0))

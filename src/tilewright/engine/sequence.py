@@ -8,9 +8,12 @@ A running sequence computes its tokens in chunks until all of them are cached; t
 draws the next.  The host reads a drawn token one step later, so up to two are unread while a third is not begun.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import isnan
 
+from tilewright.engine.grammar import Matcher
 from tilewright.engine.lookup import PromptLookup
 from tilewright.engine.params import SamplingParams
 
@@ -23,12 +26,22 @@ class Status(Enum):
     FINISHED = auto()
 
 
+@dataclass(frozen=True)
+class Score:
+    """logprob: of a token in softmax(logits).   top: the likeliest tokens and theirs, in descending order."""
+
+    logprob: float
+    top: dict[int, float]
+
+
 @dataclass(eq=False)
 class Sequence:
     """tokens: prompt and read tokens.   cached: how many have keys and values in the pages, those of queued steps
     included.   unread: drawn tokens, the newest ones, that only the device knows.   pages: in order of positions.
     slot: row of the device's state, while it runs.   reused: tokens that the last admission found in the cache.
-    lookup: what it speculates with, or None.
+    lookup: what it speculates with, or None.   matcher: of the request's grammar, or None.
+    prompt_logprobs, prompt_top: of the prompt's tokens from the second on, as far as they are read.   top: of the new
+    tokens.
     """
 
     tokens: list[int]
@@ -36,6 +49,7 @@ class Sequence:
     seed: int
     stops: frozenset[int]
     lookup: PromptLookup | None = None
+    matcher: Matcher | None = None
     prompt_length: int = 0
     status: Status = Status.WAITING
     cached: int = 0
@@ -45,6 +59,9 @@ class Sequence:
     reused: int = 0
     admissions: int = 0
     logprobs: list[float] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position
+    prompt_top: dict[int, dict[int, float]] = field(default_factory=dict)
     reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,13 +74,22 @@ class Sequence:
 
     @property
     def longest(self) -> int:
-        """Tokens when it ends by its length."""
-        return self.prompt_length + self.params.max_tokens
+        """Tokens when it ends by its length; a request for no new token draws one, which is not read."""
+        return self.prompt_length + max(self.params.max_tokens, 1)
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next is drawn; 0 when all that it may draw are drawn."""
+        """Tokens to compute before the next is drawn; 0 when all that it may draw are drawn, and while a grammar waits
+        for a token to be read.
+        """
+        if self.matcher is not None and self.unread:
+            return 0
         return 0 if self.total >= self.longest else self.total - self.cached
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while log-probabilities of the prompt are wanted that have not been read."""
+        return self.params.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
     def new_tokens(self) -> list[int]:
@@ -71,10 +97,27 @@ class Sequence:
 
     def read(self, token: int, logprob: float | None) -> None:
         """Take the next token; it may end the sequence."""
+        if not self.params.max_tokens:
+            self.reason = "length"
+            return
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        if token in self.stops:
+        if self.matcher is not None:
+            self.matcher.accept(token)
+        if token in self.stops or (self.matcher is not None and self.matcher.is_over):
             self.reason = "stop"
         elif len(self.tokens) == self.longest:
             self.reason = "length"
+
+    def take(self, start: int, scores: Iterable[Score]) -> bool:
+        """Take the scores of prompt tokens from position `start` on; False if the model computes NaN.
+
+        Those that are computed again after a preemption take the place of the first.
+        """
+        for position, score in enumerate(scores, start):
+            self.prompt_logprobs[position] = score.logprob
+            self.prompt_top[position] = score.top
+            if isnan(score.logprob):
+                return False
+        return True

@@ -1,4 +1,4 @@
-"""Answers as they come from the engine: text up to a stop text, and the objects that clients read."""
+"""Answers as they come from the engine, and the objects that clients read."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,36 +18,18 @@ class Part:
     reason: str | None = None
 
 
-async def parts(generation: Generation, stops: Sequence[str], metrics: Metrics) -> AsyncIterator[Part]:
-    """Text of a request, without the stop text that ends it.
-
-    Text that could be the beginning of a stop text is held back until it is or is not.  Leaving early cancels.
-    """
-    timing = Timing(metrics)
-    held, pieces = "", aiter(generation)
+async def parts(generation: Generation, metrics: Metrics) -> AsyncIterator[Part]:
+    """Text of a request as it comes, then why it ended.  Leaving early cancels."""
+    timing, pieces = Timing(metrics), aiter(generation)
     try:
         async for piece in pieces:
             if piece.token >= 0:
                 timing.token()
-            held += piece.text
-            if places := [place for stop in stops if (place := held.find(stop)) >= 0]:
-                yield Part(held[: min(places)], "stop")
-                return
-            ready = len(held) - _beginning(held, stops)
-            if ready:
-                yield Part(held[:ready])
-                held = held[ready:]
+            if piece.text:
+                yield Part(piece.text)
     finally:
         await pieces.aclose()  # type: ignore[attr-defined]
-    reason = generation.result().reason
-    yield Part(held, "length" if reason == "length" else "stop")
-
-
-def _beginning(text: str, stops: Sequence[str]) -> int:
-    """Number of characters at the end of `text` with which some stop text begins."""
-    longest = max((len(stop) - 1 for stop in stops), default=0)
-    sizes = range(min(longest, len(text)), 0, -1)
-    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
+    yield Part("", "length" if generation.result().reason == "length" else "stop")
 
 
 class Completion:

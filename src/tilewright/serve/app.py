@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tilewright.engine import Engine, Generation
 from tilewright.errors import InputError, TilewrightError
 from tilewright.serve.access import Access
 from tilewright.serve.answers import Chat, Completion, Envelope, parts, usage
+from tilewright.serve.logprobs import chat_logprobs, completion_logprobs
 from tilewright.serve.metrics import Metrics
 from tilewright.serve.protocol import ChatRequest, CompletionRequest, Sampled
 
@@ -96,7 +98,7 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         prompts = body.prompts()
-        return await server.answer(body, prompts, Completion, request, body.logprobs is not None, _DEFAULT_TOKENS)
+        return await server.answer(body, prompts, Completion, request, _DEFAULT_TOKENS, echo=body.echo)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -104,7 +106,7 @@ def create_app(
             body.max_tokens = body.max_completion_tokens
         tokens = server.chat_tokens(body)
         room = max(engine.room - len(tokens), 1)
-        return await server.answer(body, [tokens], Chat, request, body.logprobs, room)
+        return await server.answer(body, [tokens], Chat, request, room)
 
     return app
 
@@ -158,33 +160,38 @@ class _Server:
         prompts: Sequence[str | list[int]],
         form: type[Completion] | type[Chat],
         request: Request,
-        logprobs: bool,
         default_tokens: int,
+        echo: bool = False,
     ) -> Response:
-        """Answer all prompts, whole or streamed."""
+        """Answer all prompts, whole or streamed.   echo: behind the prompt's own text."""
         if body.model is not None and body.model != self.name:
             raise _Refusal(404, f"no model is named {body.model}; this server has {self.name}.")
         body.check()
-        if body.stream and logprobs:
-            raise InputError("logprobs come with whole answers alone; leave out stream.")
-        if self._open + len(prompts) > self.max_waiting:
+        params = body.params(default_tokens)
+        if body.stream and (params[0].logprobs or echo):
+            raise InputError("logprobs and echo come with whole answers alone; leave out stream.")
+        if self._open + len(prompts) * len(params) > self.max_waiting:
             raise _Refusal(429, f"{self._open} requests are waiting, of {self.max_waiting}; try again later.")
-        params, stops = body.params(default_tokens, logprobs), body.stops()
+        self._open += len(prompts) * len(params)
         generations: list[Generation] = []
         try:
-            for prompt in prompts:
-                generations.append(self.engine.submit(prompt, params))
+            for prompt, its in product(prompts, params):
+                if its.grammar is None:
+                    generations.append(self.engine.submit(prompt, its))
+                else:  # to compile one takes a while
+                    generations.append(await asyncio.to_thread(self.engine.submit, prompt, its))
                 self.metrics.prompt_tokens.inc(generations[-1].prompt_length)
-        except InputError:
+        except BaseException:
+            self._open -= len(prompts) * len(params)
             _cancel(generations)
             raise
-        self._open += len(generations)
         envelope = Envelope(form, self.name)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            events = self._events(envelope, generations, stops, with_usage)
+            events = self._events(envelope, generations, with_usage)
             return _Stream(events, partial(self._close, generations))
-        answer = asyncio.ensure_future(self._whole(envelope, generations, stops, logprobs))
+        echoed = [self._text(prompt) for prompt, _ in product(prompts, params)] if echo else None
+        answer = asyncio.ensure_future(self._whole(envelope, generations, params[0].logprobs, echoed))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -197,38 +204,44 @@ class _Server:
             self._close(generations)
 
     async def _whole(
-        self, envelope: Envelope, generations: Sequence[Generation], stops: Sequence[str], logprobs: bool
+        self,
+        envelope: Envelope,
+        generations: Sequence[Generation],
+        logprobs: bool,
+        echoed: Sequence[str] | None,
     ) -> dict[str, Any]:
         async def choice(index: int, generation: Generation) -> dict[str, Any]:
-            text, reason = "", None
-            async for part in parts(generation, stops, self.metrics):
+            text, reason = "" if echoed is None else echoed[index], None
+            async for part in parts(generation, self.metrics):
                 text += part.text
                 reason = part.reason
-            values = self._logprobs(envelope, generation) if logprobs else None
+            values = self._logprobs(envelope, generation, echoed is not None) if logprobs else None
             return envelope.form.choice(index, text, reason, values)
 
         choices = await asyncio.gather(*(choice(index, each) for index, each in enumerate(generations)))
         return envelope.whole(list(choices), await asyncio.to_thread(usage, generations))
 
-    def _logprobs(self, envelope: Envelope, generation: Generation) -> dict[str, Any]:
+    def _logprobs(self, envelope: Envelope, generation: Generation, echo: bool) -> dict[str, Any]:
         output = generation.result()
-        texts = [self.engine.tokenizer.decode([token]) for token in output.tokens]
-        pairs = list(zip(texts, output.logprobs or (), strict=True))
         if envelope.form is Chat:
-            return {
-                "content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
-            }
-        return {"tokens": texts, "token_logprobs": [p for _, p in pairs], "top_logprobs": None, "text_offset": None}
+            return chat_logprobs(self.engine.tokenizer, output)
+        return completion_logprobs(self.engine.tokenizer, output, echo)
+
+    def _text(self, prompt: str | list[int]) -> str:
+        text: str = (
+            prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt, skip_special_tokens=True)
+        )
+        return text
 
     async def _events(
-        self, envelope: Envelope, generations: Sequence[Generation], stops: Sequence[str], with_usage: bool
+        self, envelope: Envelope, generations: Sequence[Generation], with_usage: bool
     ) -> AsyncIterator[bytes]:
         """Server-sent events; those of several prompts as they come."""
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
         async def read(index: int, generation: Generation) -> None:
             try:
-                async for part in parts(generation, stops, self.metrics):
+                async for part in parts(generation, self.metrics):
                     queue.put_nowait((index, part))
             except TilewrightError as error:
                 queue.put_nowait((index, error))

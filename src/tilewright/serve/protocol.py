@@ -4,20 +4,21 @@ Fields of OpenAI's interface that change an answer and that the engine does not 
 ignored, so that clients of other servers work.
 """
 
+import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tilewright.engine import SamplingParams
+from tilewright.engine import Grammar, SamplingParams
+from tilewright.engine.grammar import json_object
 from tilewright.errors import InputError
 
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {  # field: values that change nothing
-    "n": (None, 1),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),
-    "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
+    "top_logprobs": (None, 0),  # of a completion, whose number is `logprobs`
 }
 
 
@@ -27,12 +28,36 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class JsonSchema(BaseModel):
+    """The schema of a response format; name, description and `strict` change nothing."""
+
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What kind of text an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> Grammar | None:
+        """The grammar; None for any text."""
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InputError("response_format is json_schema, and names no json_schema.")
+            return Grammar("json_schema", json.dumps(self.json_schema.schema_))
+        return json_object() if self.type == "json_object" else None
+
+
 class Sampled(BaseModel):
     """Fields that both kinds of requests have."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+    n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -46,6 +71,8 @@ class Sampled(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    guided_regex: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -63,9 +90,12 @@ class Sampled(BaseModel):
             raise InputError("stop: an empty text would end every answer.")
         return texts
 
-    def params(self, default_tokens: int, logprobs: bool) -> SamplingParams:
-        """The engine's parameters.  default_tokens: where the request names no number."""
-        return SamplingParams(
+    def params(self, default_tokens: int) -> list[SamplingParams]:
+        """The engine's parameters of each of the `n` answers to a prompt; their seeds count up from the given one.
+
+        default_tokens: where the request names no number.
+        """
+        first = SamplingParams(
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
@@ -77,16 +107,45 @@ class Sampled(BaseModel):
             logit_bias=self.logit_bias or {},
             max_tokens=default_tokens if self.max_tokens is None else self.max_tokens,
             stop_tokens=tuple(self.stop_token_ids or ()),
+            stop=self.stops(),
             ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
+            grammar=self.grammar(),
+            **self.scores(),
         )
+        return [replace(first, seed=None if self.seed is None else self.seed + index) for index in range(self.n)]
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to keep to; `guided_regex` is a field of other servers."""
+        grammar = None if self.response_format is None else self.response_format.grammar()
+        if self.guided_regex is None:
+            return grammar
+        if grammar is not None:
+            raise InputError("response_format and guided_regex exclude each other.")
+        return Grammar("regex", self.guided_regex)
+
+    def scores(self) -> dict[str, Any]:
+        """Which log-probabilities the engine has to compute."""
+        raise NotImplementedError
 
 
 class CompletionRequest(Sampled):
     """POST /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=1)
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+
+    def scores(self) -> dict[str, Any]:
+        """The prompt's log-probabilities with `echo`."""
+        if self.max_tokens == 0 and not self.echo:
+            raise InputError("max_tokens is 0, which echo=true alone takes.")
+        of_prompt = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        return {
+            "logprobs": self.logprobs is not None,
+            "top_logprobs": self.logprobs or 0,
+            "prompt_logprobs": of_prompt,
+        }
 
     def prompts(self) -> list[str | list[int]]:
         """One prompt, or several."""
@@ -116,4 +175,9 @@ class ChatRequest(Sampled):
     tool_choice: Literal["auto", "none"] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def scores(self) -> dict[str, Any]:
+        """Those of the answer."""
+        return {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs or 0}

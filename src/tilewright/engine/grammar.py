@@ -1,0 +1,123 @@
+"""Answers that keep to a grammar: a mask over the vocabulary for each draw, by the library llguidance.
+
+The mask of a draw depends on the token before it, so a request with a grammar is left out of the step that is planned
+before that token is read: it draws in every second step, while others go on in all.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer may be.
+
+    kind   "json_schema", "regex" (of the whole answer, in Rust's syntax) or "lark" (in the form of llguidance).
+    text   the schema as JSON, the expression, or the grammar.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
+class Matcher:
+    """The state of one answer.   mask: (V / 32,) int32, bit i % 32 of word i // 32 allows token i in the next draw.
+
+    error: why no token can be drawn, or "".   is_over: nothing may follow, or the end of text was drawn.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher, self._words = matcher, -(-vocabulary // 32)
+        self.mask = torch.zeros(self._words, dtype=torch.int32)
+        self._update()
+
+    def accept(self, token: int) -> None:
+        """Take the token that was drawn."""
+        self._matcher.consume_token(token)
+        self._update()
+
+    @property
+    def error(self) -> str:
+        text: str = self._matcher.get_error()
+        return text
+
+    @property
+    def is_over(self) -> bool:
+        stopped: bool = self._matcher.is_stopped()
+        return stopped
+
+    def _update(self) -> None:
+        if not self.is_over:
+            bits = bytearray(self._matcher.compute_bitmask())
+            its = torch.frombuffer(bits, dtype=torch.int32)[: self._words]
+            self.mask.zero_()[: len(its)] = its
+
+
+class Grammars:
+    """Makes matchers for one tokenizer, a fast one of transformers.   vocabulary: logits of a row.   ends: tokens that
+    end a text.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
+        """Take about a second for a large vocabulary.   Raises InputError without llguidance or such a tokenizer."""
+        if find_spec("llguidance") is None:
+            raise InputError("Engine: a grammar needs llguidance: pip install 'tilewright[grammar]'.")
+        from llguidance.hf import from_tokenizer
+
+        self._vocabulary = vocabulary
+        try:
+            self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(ends) or None)
+        except ValueError as error:
+            raise InputError(f"Engine: a grammar cannot be applied with this tokenizer: {error}.") from error
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """Raises InputError for a grammar that is wrong, or that llguidance does not take."""
+        from llguidance import LLMatcher
+
+        match grammar.kind:
+            case "json_schema":
+                compiled = LLMatcher.grammar_from_json_schema(_schema(grammar.text))
+            case "regex":
+                compiled = LLMatcher.grammar_from_regex(grammar.text)
+            case "lark":
+                compiled = LLMatcher.grammar_from_lark(grammar.text)
+            case _:
+                raise InputError(f"Engine: a grammar is a json_schema, a regex or lark; {grammar.kind!r} is none.")
+        matcher = LLMatcher(self._tokenizer, compiled, log_level=0)
+        if matcher.is_error():
+            raise InputError(f"Engine: the grammar is refused: {matcher.get_error()}")
+        return Matcher(matcher, self._vocabulary)
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"Engine: the schema of a grammar is no JSON: {error}.") from error
+    if not isinstance(schema, dict):
+        raise InputError("Engine: the schema of a grammar is no JSON object.")
+    return schema
+
+
+def json_object() -> Grammar:
+    """Any JSON object."""
+    return Grammar("json_schema", json.dumps({"type": "object"}))
+
+
+def apply(logits: Tensor, masks: Mapping[int, Tensor]) -> Tensor:
+    """Return logits (B, V) with -inf for what the mask of a row, (V / 32,) int32, does not allow."""
+    if not masks:
+        return logits
+    rows = torch.tensor(list(masks), device=logits.device)
+    words = torch.stack(list(masks.values())).to(logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (words[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+    return logits.index_copy(0, rows, logits[rows].masked_fill(~allowed, float("-inf")))
