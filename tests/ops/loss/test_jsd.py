@@ -7,6 +7,7 @@ from tests.ops.sampling.places import everywhere
 
 from tilewright import ops
 from tilewright.errors import InputError
+from tilewright.ops.loss.jsd import FORWARD, JsdArgs
 
 
 def wanted(student, teacher, beta, temperature=1.0):
@@ -136,3 +137,16 @@ def test_a_teacher_that_requires_a_gradient():
         ops.jsd(student, teacher)
     with torch.no_grad():
         ops.jsd(student, teacher)
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("log_probs", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_kernel_reads_the_statistics_of_either_forward(beta, log_probs):
+    student, teacher = torch.randn(2, 5, 37).unbind()
+    if log_probs:
+        student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    target = torch.tensor([3, -100, 0, 1, -100])
+    args = JsdArgs(student, teacher, target, beta, 1.0 if log_probs else 1.5, -100, "sum", log_probs)
+    for ours, wanted in zip(FORWARD(*args, "triton", "default"), FORWARD.plain(*args), strict=True):
+        torch.testing.assert_close(ours, wanted)

@@ -36,17 +36,22 @@ def _of(weight: Tensor, difference: Tensor) -> Tensor:
     return weight.exp() * torch.where(weight == -torch.inf, 0, difference)
 
 
+def _mixture(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log m - p and log m - q, of the mixture m = beta * e^p + (1 - beta) * e^q."""
+    d = torch.where((q == -torch.inf) & (p == -torch.inf), 0, q - p)
+    is_teacher = d <= 0  # which of both is the larger part of the mixture
+    larger, smaller = (torch.where(is_teacher, a, 1 - a) for a in (beta, 1 - beta))
+    log = torch.log(larger + smaller * torch.exp(torch.where(is_teacher, d, -d)))
+    return log + torch.where(is_teacher, 0, d), log - torch.where(is_teacher, d, 0)
+
+
 def _of_rows(q: Tensor, p: Tensor, beta: float) -> Tensor:
     """The divergence of each row of log-probabilities: q of the student, p of the teacher."""
     if beta == 0:
         return _of(p, p - q).sum(-1)
     if beta == 1:
         return _of(q, q - p).sum(-1)
-    d = torch.where((q == -torch.inf) & (p == -torch.inf), 0, q - p)
-    is_teacher = d <= 0  # which of both is the larger part of the mixture
-    larger, smaller = (torch.where(is_teacher, a, 1 - a) for a in (beta, 1 - beta))
-    log = torch.log(larger + smaller * torch.exp(torch.where(is_teacher, d, -d)))
-    mixture_p, mixture_q = log + torch.where(is_teacher, 0, d), log - torch.where(is_teacher, d, 0)
+    mixture_p, mixture_q = _mixture(q, p, beta)
     return -(beta * _of(p, mixture_p) + (1 - beta) * _of(q, mixture_q)).sum(-1)
 
 
@@ -57,6 +62,31 @@ def row_losses(student: Tensor, teacher: Tensor, target: Tensor | None, options:
         student, teacher = (torch.where(is_row, t, 0) for t in (student, teacher))
     losses = _of_rows(_log_probs(student, options), _log_probs(teacher, options), options.beta)
     return losses if target is None else torch.where(is_row[:, 0], losses, 0)
+
+
+def statistics_of(student: Tensor, teacher: Tensor, target: Tensor | None, options: Options) -> Tensor:
+    """(M, STATISTICS), which a kernel's backward reads, whoever computed the forward."""
+    is_row = None if target is None else (target != options.ignore_index)[:, None]
+    logs, columns = [], []
+    for t in (student, teacher):
+        x = t.to(rows.accumulate_dtype(t.dtype)) / options.temperature
+        x = x if is_row is None else torch.where(is_row, x, 0)
+        maximum = x.new_zeros(x.shape[0], 1)
+        log_sum = maximum
+        if not options.log_probs:
+            maximum = x.amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).min)
+            log_sum = (x - maximum).exp().sum(-1, keepdim=True).log()
+        logs.append((x - maximum) - log_sum)
+        columns += [maximum, log_sum]
+    q, p = logs
+    if options.beta == 0:
+        gradient = -p.exp()
+    elif options.beta == 1:
+        gradient = _of(q, q - p) + (q.exp() if options.log_probs else 0)
+    else:
+        gradient = (options.beta - 1) * _of(q, _mixture(q, p, options.beta)[1])
+    statistics = torch.cat([*columns, gradient.sum(-1, keepdim=True)], 1)
+    return statistics if is_row is None else torch.where(is_row, statistics, 0)
 
 
 def count_of(student: Tensor, target: Tensor | None, options: Options) -> Tensor:
