@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help demo quick test lint check-python test-default test-versions versions test-interp test-compile test-compile-all test-gpu bench-gpu docs clean
+.PHONY: help demo quick test lint check-python test-default test-versions versions test-interp test-compile test-exhaustive test-gpu bench-gpu docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,8 +66,10 @@ versions: .venv/.ready-test ## every supported transformers, torch and Triton, a
 test-compile: .venv/.ready-test ## every kernel compiled for every GPU it supports, its costs held to the ledger
 	$(PYTEST) -m compile
 
-test-compile-all: .venv/.ready-test ## every form of every kernel, its costs compared with the ledger; for a schedule
-	$(PYTEST) -m compile tests/compile --compile-all
+test-exhaustive: .venv/.ready-test ## every dtype of every case and every form of every kernel, of which others sample; for a schedule
+	$(PYTEST) --exhaustive tests/ops
+	TRITON_INTERPRET=1 $(PYTEST) --exhaustive -m interp
+	$(PYTEST) --exhaustive -m compile tests/compile
 
 # In parallel where pytest-xdist is installed: most of the time goes into compiling kernels.
 test-gpu: ## the tests that need a GPU, with the system's python

@@ -34,7 +34,7 @@ def main() -> None:
         "-m",
         "compile",
         "tests/compile",
-        "--compile-all",
+        "--exhaustive",
         "-n",
         given.workers,
         "--dist",

@@ -14,7 +14,9 @@ MODES = {"gpu", "interp", "compile"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--compile-all", action="store_true", help="compile every form of every kernel, not one a kernel and target"
+        "--exhaustive",
+        action="store_true",
+        help="every dtype of every case, every form of every kernel; a run without it samples them",
     )
     parser.addoption("--seed", type=int, default=0, help="seed of every test's random numbers (default 0)")
 
@@ -74,6 +76,15 @@ def _limit_threads() -> None:
         torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `exhaustive`, unless it is asked for or a GPU is at work, which is fast."""
+    left_out = set()
+    if not config.getoption("exhaustive"):
+        left_out = {i for i in items if i.get_closest_marker("exhaustive") and not i.get_closest_marker("gpu")}
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     import torch
 
@@ -95,9 +106,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def compile_all(request: pytest.FixtureRequest) -> bool:
-    """Whether every form of a kernel is compiled, and compared exactly with the ledger."""
-    return bool(request.config.getoption("compile_all"))
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    """Whether a test does all that it can, and not the sample of every run."""
+    return bool(request.config.getoption("exhaustive"))
 
 
 @pytest.fixture(autouse=True)

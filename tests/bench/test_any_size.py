@@ -187,7 +187,7 @@ def test_an_interrupted_run_writes_the_rows_that_it_has(programs, tmp_path, monk
 
     monkeypatch.setitem(programs["any_size"].run.__globals__, "measure", slow)
     result = tmp_path / "any_size.json"
-    options = ["--seed=4", "--device=cpu", "--against=eager", "--ops=splitk_reduce", "--count=2", "--budget=20"]
+    options = ["--seed=4", "--device=cpu", "--against=eager", "--ops=splitk_reduce", "--count=2", "--budget=12"]
     assert programs["any_size"].main([*options, "--json", str(result)]) == 0
     assert [row.case.split("_")[1] for row in load(result).rows] == ["001"]
     assert "1 problems not measured" in capsys.readouterr().out

@@ -5,13 +5,13 @@ function makes of each workload and edge case, with the configurations `configur
 shipped, and those of the committed tuning tables.
 
 By default `each_kernel` compiles what finds most: for `WHOLE`, the GPU that kernels are tuned for, each configuration
-once, for the others each kernel once.  With `--compile-all` `every_form` compiles the rest: for `WHOLE` every case; for
+once, for the others each kernel once.  With `--exhaustive` `every_form` compiles the rest: for `WHOLE` every case; for
 the others each configuration once, and each other width of dtype once.  Kernels without `tl.dot` are the same code for
 GPUs that are `RELATED`: there each kernel once, and each width of dtype once.  Of ops that are `SAMPLED` every GPU has
 each configuration once, and once more with terms of scores.
 
 A spill, or a `tl.dot` that lost the matrix units, is an error, and so is a difference from the committed ledger of what
-each kernel costs: exactly with `--compile-all`, and never more than it says otherwise.
+each kernel costs: exactly with `--exhaustive`, and never more than it says otherwise.
 """
 
 from dataclasses import replace
@@ -138,15 +138,15 @@ class Compiler:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("key", IMPLEMENTATIONS)
-def test_every_workload_and_shipped_configuration(key, arch, compile_all):
+def test_every_workload_and_shipped_configuration(key, arch, exhaustive):
     contract, op, implementation = IMPLEMENTATIONS[key]
     with Compiler(implementation, arch) as compiler:
-        (every_form if compile_all else each_kernel)(contract, op, compiler)
+        (every_form if exhaustive else each_kernel)(contract, op, compiler)
     assert compiler.launched > 0
     assert compiler.compiled
     assert compiler.faults == [], "\n".join(compiler.faults)
     known = f"triton {TRITON}", contract.family, key, arch
-    ledger.check("triton", *known, compiler.usages, whole=compile_all)
+    ledger.check("triton", *known, compiler.usages, whole=exhaustive)
 
 
 def each_kernel(contract, op, compiler):
@@ -237,7 +237,7 @@ def _with_terms(op, call) -> bool:
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_every_row_of_a_shipped_table(path, compile_all):
+def test_every_row_of_a_shipped_table(path, exhaustive):
     """By default a configuration once for all rows that have it."""
     header, rows = table.read(path)
     faults, compiled = [], set()
@@ -250,7 +250,7 @@ def test_every_row_of_a_shipped_table(path, compile_all):
         calls = [c for c in declared_calls(contract, op, dtype) if op.bucket_text(op.bucket(*c.args)) == row.bucket]
         assert calls, f"{path}: no workload of {key} has the bucket {row.bucket}"
         form = (key, row.dtype, str(row.config))
-        if form in compiled and not compile_all:
+        if form in compiled and not exhaustive:
             continue
         compiled.add(form)
         bucket = op.bucket(*calls[0].args)

@@ -96,22 +96,22 @@ def calls(key, whole):
     return found
 
 
-def artifacts(key, arch, compile_all):
+def artifacts(key, arch, exhaustive):
     """Compiled kernels; by default one of each kernel for other GPUs than `WHOLE`."""
     implementation = IMPLEMENTATIONS[key][2]
     with collect(arch) as collector:
         for call, config in calls(key, arch == WHOLE):
             implementation.launch(call.outputs(), *call.args, config=config)
     jobs = collector.jobs
-    if arch != WHOLE and not compile_all:
+    if arch != WHOLE and not exhaustive:
         jobs = list({job.name: job for job in reversed(jobs)}.values())
     return [job.compile() for job in jobs]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("key", IMPLEMENTATIONS)
-def test_every_shipped_configuration(key, arch, compile_all):
-    made = artifacts(key, arch, compile_all)
+def test_every_shipped_configuration(key, arch, exhaustive):
+    made = artifacts(key, arch, exhaustive)
     assert made
     faults = []
     for artifact in made:
@@ -128,7 +128,7 @@ def test_every_shipped_configuration(key, arch, compile_all):
             faults.append(f"{what}: {info['threads']} threads; tileiras added warps that move data")
     assert not faults, "\n".join(faults)
     known = f"tileiras {tileiras.compiler.version()}", IMPLEMENTATIONS[key][0].family, key, arch
-    ledger.check("cutile", *known, map(usage, made), whole=compile_all or arch == WHOLE)
+    ledger.check("cutile", *known, map(usage, made), whole=exhaustive or arch == WHOLE)
 
 
 def product_faults(info, arch, workers):

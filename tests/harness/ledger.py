@@ -3,7 +3,7 @@
 `tests/compile/resources/<backend>/<family>.json` is committed, so that a change of a kernel shows what it did to every
 GPU we compile for, and an unintended change fails.  `scripts/update_resources.py` writes the files.
 
-A run with `--compile-all` compiles every form of a kernel, and its costs are compared exactly.  A run without it
+A run with `--exhaustive` compiles every form of a kernel, and its costs are compared exactly.  A run without it
 compiles a part of them: no number may exceed the ledger's, and no kernel or matrix instruction may be unknown to it.
 """
 
@@ -60,7 +60,7 @@ def check(
     """
     found = summary(usages)
     if os.environ.get(UPDATE) == "1":
-        assert whole, "a ledger is made of every form: pass --compile-all"
+        assert whole, "a ledger is made of every form: pass --exhaustive"
         DRAFTS.mkdir(parents=True, exist_ok=True)
         made = {"key": key, "arch": arch, "columns": COLUMNS, "kernels": found}
         draft = {"backend": backend, "family": family, "compiler": compiler, **made}

@@ -18,29 +18,22 @@ pytestmark = pytest.mark.interp
 
 CPU = torch.device("cpu")
 WITHOUT_TRITON = {"fused_moe_fp8"}  # its form in Triton compiles for Hopper alone, which has one in CUDA C++
-BOTH_HALVES = 2
-"""Edge cases that run in a second type of 16 bits too: the same kernel, but for conversions.  All where an op promises
-the reference's bits, and on a GPU.
-"""
 
 
-def _dtypes(contract, place):
-    """Of the edge case at this place."""
-    first, *others = contract.dtypes
-    every = contract.promises.reference_bits or place < BOTH_HALVES
-    return first, *(dtype for dtype in others if every or dtype.itemsize != first.itemsize)
+def _cases():
+    """Every edge case: the first in all dtypes, each other one in the dtype that is next; with --exhaustive in all."""
+    for name, contract in contracts().items():
+        if name in WITHOUT_TRITON:
+            continue
+        for place, case in enumerate(contract.edge_cases):
+            for turn, dtype in enumerate(contract.dtypes):
+                others = place > 0 and turn != place % len(contract.dtypes)
+                case_id = f"{name}-{case.name.split(':')[0]}-{str(dtype).removeprefix('torch.')}"
+                marks = [pytest.mark.exhaustive] if others else []
+                yield pytest.param(name, case, dtype, id=case_id, marks=marks)
 
 
-CASES = [
-    pytest.param(name, case, dtype, id=f"{name}-{case.name.split(':')[0]}-{str(dtype).removeprefix('torch.')}")
-    for name, contract in contracts().items()
-    if name not in WITHOUT_TRITON
-    for place, case in enumerate(contract.edge_cases)
-    for dtype in _dtypes(contract, place)
-]
-
-
-@pytest.mark.parametrize(("name", "case", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "case", "dtype"), _cases())
 def test_edge_case(name, case, dtype, seed):
     contract = contracts()[name]
     sample = contract.inputs(case.params, dtype, CPU, seed)

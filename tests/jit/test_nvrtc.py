@@ -106,8 +106,8 @@ def test_the_swizzle_is_the_hardwares():
 def test_facts_agree_with_cuobjdump(kernels, tmp_path):
     cuobjdump = disassembler()
     spilling = build(SPILLING, flags=(*FLAGS, "--maxrregcount=32")).binary
-    one_of_each = {kernel.entry: (kernel, params) for kernel, params, _ in INSTANCES}
-    cubins = [spilling, *(kernel.compile(params, "sm_90").binary for kernel, params in one_of_each.values())]
+    with_instruction = {name: (kernel, params) for kernel, params, names in INSTANCES for name in names}
+    cubins = [spilling, *(kernel.compile(params, "sm_90").binary for kernel, params in with_instruction.values())]
     counted = set()
     for cubin in cubins:
         path = tmp_path / "kernel.cubin"

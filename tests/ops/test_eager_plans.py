@@ -83,7 +83,7 @@ def odd_cases(contract: Contract) -> Iterator[Case]:
     dtypes += [d for d in contract.dtypes if d == HALF[0]] or contract.dtypes
     workloads = [(workload, dtype) for workload in contract.edge_cases for dtype in dtypes]
     if guesses:
-        found = problems(contract, 0, density=0.5)
+        found = problems(contract, 0, density=0.2)
         workloads += [(Workload(str(problem), problem.params), problem.dtype) for problem in found]
     directions: tuple[Direction, ...] = ("fwd", "bwd") if contract.gradient is not None else ("fwd",)
     return (Case(contract, workload, d, direction) for workload, d in workloads for direction in directions)

@@ -193,7 +193,7 @@ def run_script(tmp_path, *options):
 def test_a_process_that_dies_or_is_silent_costs_its_problem_alone(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     options = ("--ops", "softmax", "--backends", "cpu", "torch", "--jobs", "1", "--seed", "154", "--density", "1.2")
-    done, lines = run_script(tmp_path, *options, "--silence", "20", "--load", str(tmp_path / "broken.py"))
+    done, lines = run_script(tmp_path, *options, "--silence", "12", "--load", str(tmp_path / "broken.py"))
     found = json.loads((tmp_path / "found.json").read_text())
     sizes = {r["number"]: int(r["problem"].split(" N=")[1].split()[0]) for r in found["results"]}
     assert done.returncode == 1 and len(found["results"]) == 2 * len(sizes)

@@ -54,7 +54,7 @@ def test_dtypes(dtype, place):
 
 
 @everywhere
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_problem(place, data):
     page = data.draw(st.sampled_from([None, 1, 3, 16, 64]))

@@ -91,7 +91,7 @@ PROBLEMS = {
     "float8": {"dtype": torch.float8_e4m3fn, "scale": True},
     "float32": {"dtype": torch.float32, "bias": True},
 }
-# Elsewhere than on sm_90, one of each shape of the kernel; `make test-compile-all` compiles every configuration
+# Elsewhere than on sm_90, one of each shape of the kernel; `make test-exhaustive` compiles every configuration
 ELSEWHERE = ("plain", "everything", "odd", "few_rows_in_splits", "float8", "float32")
 COMPILED = [(name, arch) for name in PROBLEMS for arch in ARCHITECTURES if arch == "sm_90" or name in ELSEWHERE]
 

@@ -139,7 +139,7 @@ def one_value_a_row(m, device):
     }
 
 
-@pytest.mark.parametrize("rounds", [0, 1, 3])
+@pytest.mark.parametrize("rounds", [0, pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("names", [(), ("top_k",), ("top_p",), ("top_k", "top_p"), ("top_k", "top_p", "min_p")])
 @pytest.mark.interp
 def test_the_kernels_leave_the_same_tokens(names, rounds):
@@ -159,7 +159,7 @@ def test_the_kernels_leave_the_same_tokens(names, rounds):
 
 
 @everywhere_and_in_cuda
-@pytest.mark.parametrize("n", [1, 7, 32000, 50257, 151936])
+@pytest.mark.parametrize("n", [1, 7, 32000, pytest.param(50257, marks=pytest.mark.exhaustive), 151936])
 def test_vocabularies(n, place):
     """The same tokens and log-probabilities as on the CPU, for vocabularies of models."""
     rows = 6 if n < 1000 else 2
