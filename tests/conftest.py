@@ -44,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     _limit_threads()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The folder of a mode holds thousands of tests of that mode alone: nobody else collects them."""
+    of_mode = collection_path.parent == Path(__file__).parent and collection_path.name in MODES
+    return True if of_mode and not _asked_for(config, collection_path.name) else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Thousands of tests and their modules are no garbage: no collection looks among them, now or later."""

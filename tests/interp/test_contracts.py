@@ -33,7 +33,7 @@ def _cases():
                 yield pytest.param(name, case, dtype, id=case_id, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "case", "dtype"), _cases())
+@pytest.mark.parametrize(("name", "case", "dtype"), [*_cases()])
 def test_edge_case(name, case, dtype, seed):
     contract = contracts()[name]
     sample = contract.inputs(case.params, dtype, CPU, seed)
