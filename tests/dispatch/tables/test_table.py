@@ -275,7 +275,7 @@ def test_a_look_up_reads_the_file_of_its_op_alone(double, spacious, folder, capl
     (folder / "gpu" / "rms_norm.json").write_text("no table")
     assert double.plan((X,), "auto", "default").config == Config(8)
     assert warnings(caplog) == ""
-    assert table.lookup("rms_norm", "fwd", "M=4,N=8", "float32", "default", CPU) is None
+    assert table.lookup("rms_norm", "fwd", "M=4,N=8,plain=1", "float32", "default", CPU) is None
     assert "rms_norm.json: not JSON" in warnings(caplog)
 
 
