@@ -13,6 +13,8 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 HALF = torch.bfloat16
 KERNELS = ("cuda", "triton", "cutile")
+ROWS = {"M": 64, "N": 256}
+IMAGES = {"B": 2, "G": 4, "C": 8, "S": (8, 8)}
 LARGER = {
     "rms_norm": {"M": 64, "N": 256},
     "add_rms_norm": {"M": 64, "N": 256},
