@@ -75,8 +75,8 @@ def test_token_ids_take_the_place_of_lengths_and_long_prompts_are_cut_to_the_pos
     with every_size_on_ops():
         given = {size.plan.bucket for size in sizes_of(model, torch.ones(2, 5, dtype=torch.long), new_tokens=1)}
         cut = {size.plan.bucket for size in sizes_of(model, tokens=(1024, 1000), new_tokens=300)}
-    assert {"M=16,N=64", "M=2,N=64"} <= given
-    assert "M=256,N=64" in cut, "240 tokens"
+    assert {"M=16,N=64,plain=1", "M=2,N=64,plain=1"} <= given
+    assert "M=256,N=64,plain=1" in cut, "240 tokens"
 
 
 def test_other_models_run_on_their_inputs(doubling):
