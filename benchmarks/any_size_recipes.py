@@ -229,6 +229,14 @@ def linear_cross_entropy(draw: Draw, model: Model) -> Sizes | None:
     return Sizes("lm_head", sizes, half(draw), trained=m >= TRAINING_ROWS, **product_cost(m, model.vocab, model.hidden))
 
 
+def linear_jsd(draw: Draw, model: Model) -> Sizes | None:
+    """The last layers of a student and of a teacher of its width, and their divergence."""
+    m = min(tokens(draw), 8192)
+    sizes = {"M": m, "N": model.vocab, "K": model.hidden}
+    cost = product_cost(m, model.vocab, 2 * model.hidden)
+    return Sizes("lm_heads", sizes, half(draw), trained=m >= TRAINING_ROWS, **cost)
+
+
 def apply_rope(draw: Draw, model: Model) -> Sizes:
     """Queries and keys of a batch, of decoding, or of packed sequences with positions."""
     heads = part_of(draw, model.heads)
@@ -330,7 +338,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "kv_gather": (1, kv_gather),
     "layer_norm": (1, layer_norm),
     "linear_cross_entropy": (1, linear_cross_entropy),
-    "linear_jsd": (1, linear_cross_entropy),
+    "linear_jsd": (1, linear_jsd),
     "log_softmax": (1, softmax),
     "logsumexp": (1, softmax),
     "masked_matmul": (2, masked_matmul),

@@ -325,7 +325,7 @@ def test_a_table_is_written_and_read_by_dispatch(planted: Callable[..., None], t
     header, rows = table.read(path)
     assert header["arch"] == "cpu"
     (forward,) = rows  # the backward has no implementation of ours here, and torch's is no choice under our forward
-    assert (forward.op, forward.direction, forward.bucket) == ("rms_norm", "fwd", "M=16,N=64")
+    assert (forward.op, forward.direction, forward.bucket) == ("rms_norm", "fwd", "M=16,N=64,plain=1")
     fastest = min(results.rows[0].impls, key=lambda name: results.rows[0].impls[name])
     assert (forward.backend, forward.numerics) == (fastest, "default")
     assert forward.torch_us == results.rows[0].impls["torch"]
@@ -341,8 +341,8 @@ def test_a_table_keeps_rows_of_the_same_machine_only(tmp_path: Path) -> None:
     path.write_text(json.dumps({**data, "versions": {"torch": "other"}}))
     write_table(results, path)
     assert {row.bucket: row.versions["torch"] for row in table.read(path)[1]} == {
-        "M=16,N=64": torch.__version__,
-        "M=32,N=64": "other",
+        "M=16,N=64,plain=1": torch.__version__,
+        "M=32,N=64,plain=1": "other",
     }
     path.write_text(json.dumps({**data, "gpu": "another"}))
     write_table(results, path)

@@ -36,7 +36,8 @@ def test_it_says_whether_the_machine_was_calibrated(tilewright, calibrated):
 def test_stale_rows_of_the_users_tables_are_counted_with_advice(tilewright, place):
     def measured(versions):
         cpu = device_info("cpu")
-        row = {"op": "rms_norm", "direction": "fwd", "bucket": "M=4,N=8", "dtype": "float32", "numerics": "default"}
+        row = {"op": "rms_norm", "direction": "fwd", "bucket": "M=4,N=8,plain=1"}
+        row |= {"dtype": "float32", "numerics": "default"}
         row |= {"backend": "torch", "config": None, "us": 1.0, "noise": 0.0, "torch_us": None}
         header = {"gpu": cpu.name, "arch": "cpu", "sm_count": cpu.sm_count, "versions": versions, "date": "2026-11-20"}
         update(place.parent / "cache" / "tables" / "mine", header, [row])

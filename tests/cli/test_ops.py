@@ -32,18 +32,17 @@ def test_ops_as_json(tilewright):
 
 def test_explain_takes_the_first_workload_unless_told(tilewright):
     first = contracts()["rms_norm"].workloads[0].params
-    assert (
-        f"M={first['M']},N={first['N']} bfloat16 on cpu" in tilewright("explain", "rms_norm", "--device", "cpu").stdout
-    )
+    said = tilewright("explain", "rms_norm", "--device", "cpu").stdout
+    assert f"M={first['M']},N={first['N']},plain=1 bfloat16 on cpu" in said
 
 
 @pytest.mark.parametrize(
     ("case", "bucket"),
     [
-        ("M=5,N=96", "M=8,N=96"),
-        ("M=5", "M=8,N=4096"),  # the other sizes are those of the first workload
-        ("odd_n", "M=8,N=333"),
-        ("decode_4", "M=4,N=4096"),
+        ("M=5,N=96", "M=8,N=96,plain=1"),
+        ("M=5", "M=8,N=4096,plain=1"),  # the other sizes are those of the first workload
+        ("odd_n", "M=8,N=333,plain=1"),
+        ("decode_4", "M=4,N=4096,plain=1"),
     ],
 )
 def test_a_case_is_a_name_or_sizes(tilewright, case, bucket):

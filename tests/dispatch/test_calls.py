@@ -125,8 +125,8 @@ def test_recording_lists_plans_without_running_under_fake_tensors(opaque_rms_nor
         ops.rms_norm(x[:90], torch.empty(16))
         ops.rms_norm(x[:3], torch.empty(16))
     assert [(p.op, p.bucket, p.backend) for p in recording.plans] == [
-        ("rms_norm", "M=128,N=16", "cpu"),
-        ("rms_norm", "M=4,N=16", "cpu"),
+        ("rms_norm", "M=128,N=16,plain=1", "cpu"),
+        ("rms_norm", "M=4,N=16,plain=1", "cpu"),
     ]
     assert len(recording.calls) == 3
 

@@ -19,6 +19,7 @@ ATTENTION = {"B": 1, "H": 2, "H_kv": 1, "S": 5, "D": 8}
 PACKED = {"H": 2, "H_kv": 1, "D": 8, "lengths": (3, 0, 4), "causal": True}
 LATENT = {"B": 1, "H": 2, "S": 4, "D": 8, "D_pe": 4, "D_v": 6}
 STATES = {"N": 3, "B": 1, "H": 2, "S": 3, "D": 4}
+SCORES = {"B": 1, "H": 2, "M": 3, "N": 4}
 ROUTED = {"M": 3, "N": 6, "K": 2}
 MOVED = {"M": 4, "N": 6, "E": 3, "K": 2}
 ENTROPY = {"M": 4, "N": 5, "ignored": 0.3}
@@ -36,6 +37,10 @@ PROBLEMS = {
     "relu2": [ROWS, {**ROWS, "gated": True}],
     "swigluoai_and_mul": [ROWS, {**ROWS, "interleaved": False}],
     "softmax": [ROWS],
+    "log_softmax": [ROWS],
+    "logsumexp": [ROWS, {**ROWS, "keepdim": True}],
+    "masked_softmax": [{**SCORES, "causal": True, "temperature": 2.0}, {**SCORES, "mask": "bias"}],
+    "dropout": [{**ROWS, "p": 0.5, "residual": True}],
     "apply_rope": [ROTARY, {**ROTARY, "interleaved": True, "R": 4}],
     "matmul": [PRODUCT, {**PRODUCT, "bias": True, "c": True, "alpha": 0.5}, {**PRODUCT, "layout": "tt"}],
     "bmm": [{"B": 2, **PRODUCT}],
@@ -62,9 +67,20 @@ PROBLEMS = {
         {**ENTROPY, "K": 4, "bias": True, "chunk_rows": 2},
         {**ENTROPY, "K": 4, "z_loss": 0.1, "reduction": "none"},
     ],
+    "kl_div": [ROWS, {**ROWS, "log_target": True, "reduction": "none"}],
+    "jsd": [
+        {**ENTROPY, "temperature": 2.0},
+        {**ENTROPY, "beta": 0.0, "reduction": "none"},
+        {**ENTROPY, "beta": 1.0, "log_probs": True},
+    ],
+    "linear_jsd": [
+        {**ENTROPY, "K": 4, "K_t": 3, "bias": True, "chunk_rows": 2, "hard_weight": 0.3},
+        {**ENTROPY, "K": 4, "beta": 1.0, "reduction": "none"},
+    ],
     "fused_moe_bias": [{"M": 4, "E": 3, "K": 2, "H": 8, "I": 6, "interleaved": True}],
     "merge_states": [STATES, {**STATES, "form": "pair"}, {**STATES, "blind": 1}],
 }
+LINEAR = ("apply_rope", "dropout", "kl_div", "moe_permute")  # and so is their gradient, in what comes in alone
 CASES = [(name, problem) for name in SUBJECTS for problem in PROBLEMS[name]]  # an op without a problem is an error
 EACH_CASE = pytest.mark.parametrize(
     ("name", "problem"), CASES, ids=[f"{n}-{'-'.join(str(v) for v in p.values())}" for n, p in CASES]
@@ -144,8 +160,7 @@ def test_a_graph_of_the_gradient_changes_no_gradient(name, problem):
     attached = torch.autograd.grad(outputs, inputs, seeds, create_graph=True)
     torch.testing.assert_close(attached, plain)
     assert not any(g.requires_grad for g in plain)
-    linear = name in ("apply_rope", "moe_permute")  # and so is their gradient, in what comes in alone
-    assert any(g.requires_grad for g in attached) != linear
+    assert any(g.requires_grad for g in attached) != (name in LINEAR)
 
 
 def penalty(function, x, *others):

@@ -13,22 +13,48 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 HALF = torch.bfloat16
 KERNELS = ("cuda", "triton", "cutile")
+ROWS = {"M": 64, "N": 256}
+IMAGES = {"B": 2, "G": 4, "C": 8, "S": (8, 8)}
+PRODUCT = {"M": 64, "N": 128, "K": 64}
+MOVED = {"M": 64, "N": 128, "E": 8, "K": 2}
+EXPERTS = {"M": 64, "E": 4, "K": 2, "H": 64, "I": 64}
+ENTROPY = {"M": 64, "N": 256, "ignored": 0.3}
 LARGER = {
-    "rms_norm": {"M": 64, "N": 256},
-    "add_rms_norm": {"M": 64, "N": 256},
-    "layer_norm": {"M": 64, "N": 256},
-    "silu_and_mul": {"M": 64, "N": 256},
-    "swiglu": {"M": 64, "N": 256},
-    "gelu_and_mul": {"M": 64, "N": 256},
-    "geglu": {"M": 64, "N": 256},
-    "softmax": {"M": 64, "N": 256},
+    "rms_norm": ROWS,
+    "add_rms_norm": ROWS,
+    "layer_norm": ROWS,
+    "group_norm": IMAGES,
+    "rms_norm_gated": ROWS,
+    "silu_and_mul": ROWS,
+    "swiglu": ROWS,
+    "gelu_and_mul": ROWS,
+    "geglu": ROWS,
+    "relu2": ROWS,
+    "swigluoai_and_mul": ROWS,
+    "softmax": ROWS,
+    "log_softmax": ROWS,
+    "logsumexp": ROWS,
+    "masked_softmax": {"B": 1, "H": 2, "M": 64, "N": 128, "causal": True},
+    "dropout": {**ROWS, "p": 0.5, "residual": True},
     "apply_rope": {"B": 1, "S": 64, "H": 4, "H_kv": 2, "D": 64},
-    "matmul": {"M": 64, "N": 128, "K": 64},
-    "bmm": {"B": 2, "M": 64, "N": 128, "K": 64},
-    "grouped_matmul": {"G": 2, "M": 64, "N": 128, "K": 64},
+    "matmul": PRODUCT,
+    "bmm": {"B": 2, **PRODUCT},
+    "grouped_matmul": {"G": 2, **PRODUCT},
+    "gated_mlp": {"M": 64, "H": 64, "I": 128},
     "fmha": {"B": 1, "H": 4, "H_kv": 2, "S": 128, "D": 64, "causal": True},
     "fmha_varlen": {"H": 4, "H_kv": 2, "D": 64, "lengths": (37, 64, 27), "causal": True},
     "mla": {"B": 1, "H": 4, "S": 128, "D": 128, "D_pe": 64, "D_v": 128},
+    "topk_softmax": {"M": 64, "N": 16, "K": 4},
+    "topk_sigmoid": {"M": 64, "N": 16, "K": 4},
+    "moe_permute": MOVED,
+    "moe_unpermute": MOVED,
+    "fused_moe": EXPERTS,
+    "fused_moe_bias": EXPERTS,
+    "cross_entropy": ENTROPY,
+    "linear_cross_entropy": {**ENTROPY, "K": 64},
+    "kl_div": ROWS,
+    "jsd": ENTROPY,
+    "linear_jsd": {**ENTROPY, "K": 64},
     "merge_states": {"N": 2, "B": 1, "H": 4, "S": 64, "D": 64},
 }
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.harness.refusals import refusal
 
 import tilewright.ops as ops
 from tilewright import settings
@@ -19,7 +20,8 @@ from tilewright.validate import MODES, check
 pytestmark = pytest.mark.skipif(get_compiler("host").version() is None, reason=get_compiler("host").install())
 
 NAMES = ("add_rms_norm", "apply_rope", "gelu_and_mul", "rms_norm", "silu_and_mul", "softmax", "swiglu")
-CASES = [(name, w) for name in NAMES for w in contract(name).edge_cases]
+EDGE_CASES = [(name, w, refusal(contract(name), w.params, "cpu")) for name in NAMES for w in contract(name).edge_cases]
+CASES = [(name, w) for name, w, reason in EDGE_CASES if reason is None]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUICK = [mode.name for mode in MODES.values() if not mode.heavy and mode.name not in ("cuda_graph", "side_stream")]
 ALWAYS = {"eager", "inputs_unchanged", "poison", "guard_bands", "determinism", "changed_inputs", "offset"}
@@ -52,6 +54,10 @@ def test_edge_case(name, workload, exhaustive):
         made = check(forward, workload, modes=QUICK, backend="cpu", dtype=dtype, device="cpu").require()
         ran = {r.mode for r in made.results if r.status == "passed"}
         assert ran >= ALWAYS or workload.name.startswith("empty"), str(made)
+
+
+def test_only_options_of_a_gate_are_refused():
+    assert {reason for *_, reason in EDGE_CASES if reason is not None} == {"has no gate_multiplier and no limit"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.harness.refusals import refusal
 from tests.harness.single_elements import STRIDES, Single, results, singles
 
 from tilewright import ops
@@ -24,7 +25,7 @@ IN_TRITON = [
     for i, case in enumerate(case for case in CASES if case.contract.name in HAVE_TRITON)
 ]
 ON_CPU = {name for name, c in contracts().items() if "cpu" in implementations(name, "fwd")}
-NOT_ON_CPU = {"gate_multiplier", "limit"}  # options of ops whose C++ has the plain form only
+CASES_OF_CPU = [c for c in CASES if c.contract.name in ON_CPU and not refusal(c.contract, c.params, "cpu")]
 
 
 def name_of(value):
@@ -51,9 +52,7 @@ def test_torch(single, first):
     same(single, "torch", [first])  # whose products go to another routine by the stride of a single column
 
 
-@pytest.mark.parametrize(
-    "single", [c for c in CASES if c.contract.name in ON_CPU and not NOT_ON_CPU & c.params.keys()], ids=name_of
-)
+@pytest.mark.parametrize("single", CASES_OF_CPU, ids=name_of)
 def test_cpu_kernels(single):
     same(single, "cpu", rtol=0, atol=0)
 

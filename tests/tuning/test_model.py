@@ -64,10 +64,10 @@ def test_a_model_shows_its_prefills_and_decoding_steps_by_how_often_they_run(cac
         sizes = {(size.raw.op, size.plan.bucket): size for size in sizes_of(model, tokens=(64, 50), new_tokens=32)}
     assert [type(m) for m in model.modules()] == classes
     assert {op for op, _ in sizes} == {"rms_norm", "add_rms_norm", "swiglu", "apply_rope"}
-    assert sizes["swiglu", "M=64,N=128"].calls == 2 * 2, "layers, prompts"
-    assert sizes["swiglu", "M=1,N=128"].calls == 2 * 2 * 32, "and the steps of which 16 were run"
-    assert sizes["swiglu", "M=64,N=128"].largest.args[0].shape[1] == 64
-    assert sizes["swiglu", "M=64,N=128"].smallest.args[0].shape[1] == 50
+    assert sizes["swiglu", "M=64,N=128,plain=1"].calls == 2 * 2, "layers, prompts"
+    assert sizes["swiglu", "M=1,N=128,plain=1"].calls == 2 * 2 * 32, "and the steps of which 16 were run"
+    assert sizes["swiglu", "M=64,N=128,plain=1"].largest.args[0].shape[1] == 64
+    assert sizes["swiglu", "M=64,N=128,plain=1"].smallest.args[0].shape[1] == 50
 
 
 def test_token_ids_take_the_place_of_lengths_and_long_prompts_are_cut_to_the_positions(cache_folder):
@@ -75,8 +75,8 @@ def test_token_ids_take_the_place_of_lengths_and_long_prompts_are_cut_to_the_pos
     with every_size_on_ops():
         given = {size.plan.bucket for size in sizes_of(model, torch.ones(2, 5, dtype=torch.long), new_tokens=1)}
         cut = {size.plan.bucket for size in sizes_of(model, tokens=(1024, 1000), new_tokens=300)}
-    assert {"M=16,N=64", "M=2,N=64"} <= given
-    assert "M=256,N=64" in cut, "240 tokens"
+    assert {"M=16,N=64,plain=1", "M=2,N=64,plain=1"} <= given
+    assert "M=256,N=64,plain=1" in cut, "240 tokens"
 
 
 def test_other_models_run_on_their_inputs(doubling):

@@ -37,7 +37,7 @@ def unfused_us(n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict
     The gate takes longer the more rows there are: where it was not measured, the largest smaller M is its lower bound.
     """
     products = by_rows(forward_op(), sizes(n, k, dtype), dtype, device)
-    gates = by_rows(contract("swiglu").forward, (n // 2,), dtype, device)
+    gates = by_rows(contract("swiglu").forward, (n // 2, 1), dtype, device)  # 1: without a multiplier and a limit
     return {
         m: row.us + max((g.us for rows, g in gates.items() if rows <= m), default=0.0) for m, row in products.items()
     }

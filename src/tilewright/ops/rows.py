@@ -38,6 +38,19 @@ def rows_bucket(x: Tensor) -> RowsBucket:
     return RowsBucket(row_bucket(x.numel() // n if n != 0 else 1), max(1, hint(n)))
 
 
+class PlainRowsBucket(NamedTuple):
+    """RowsBucket, and plain: 1 for a call without the options that only some kernels take."""
+
+    M: int
+    N: int
+    plain: int
+
+
+def plain_rows_bucket(x: Tensor, plain: bool) -> PlainRowsBucket:
+    """The bucket of `x` (..., N), as `rows_bucket`, and whether the call is plain."""
+    return PlainRowsBucket(*rows_bucket(x), int(plain))
+
+
 def address(t: Tensor) -> int:
     """Where `t` begins; tensors without memory (fake, meta, wrapped by functorch) count from the start of a storage."""
     if t.is_meta or is_fake(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):

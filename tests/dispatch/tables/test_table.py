@@ -181,8 +181,9 @@ def test_the_row_is_cited_with_what_it_won_against(folder):
 
     second = {"backend": "torch", "config": None, "us": 9.0}
     measured = row(
-        op="rms_norm", dtype="bfloat16", backend="torch", config=None, runner_up={**second, "backend": "cpu"}
-    )
+        op="rms_norm", bucket="M=4,N=8,plain=1", dtype="bfloat16", backend="torch", config=None,
+        runner_up={**second, "backend": "cpu"},
+    )  # fmt: skip
     write(folder / "t.json", measured)
     why = explain("rms_norm", torch.ones(4, 8).bfloat16(), torch.ones(8).bfloat16()).why
     assert why == f"measured fastest: 1.5 us on {CPU.name}, 2026-11-20 (t.json), cpu 9 us"
@@ -275,7 +276,7 @@ def test_a_look_up_reads_the_file_of_its_op_alone(double, spacious, folder, capl
     (folder / "gpu" / "rms_norm.json").write_text("no table")
     assert double.plan((X,), "auto", "default").config == Config(8)
     assert warnings(caplog) == ""
-    assert table.lookup("rms_norm", "fwd", "M=4,N=8", "float32", "default", CPU) is None
+    assert table.lookup("rms_norm", "fwd", "M=4,N=8,plain=1", "float32", "default", CPU) is None
     assert "rms_norm.json: not JSON" in warnings(caplog)
 
 

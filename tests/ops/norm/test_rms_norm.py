@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewright import ops
+from tilewright.dispatch import contract, implementations
 from tilewright.errors import InputError
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interp), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -145,3 +146,17 @@ def test_errors_say_what_was_given_and_what_is_allowed():
         ops.rms_norm(x, offset=1.0)
     with pytest.raises(InputError, match="rms_norm: eps is a Tensor; needs a number"):
         ops.rms_norm(x, torch.ones(8), eps=torch.tensor(1e-6))
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_a_bucket_tells_a_weight_that_a_kernel_refuses(name, direction):
+    x = torch.ones(4, 8)
+    subject = contract(name)
+    raw = subject.forward if direction == "fwd" else subject.gradient.op
+    tensors = dict.fromkeys(("x", "residual", "dy", "dtotal", "total"), x)
+    values = {**tensors, "eps": 1e-6, "offset": 0.0, "fp32_weight": False, "need_dweight": False}
+    refuses = implementations(name, direction)["cutile"].supports
+    for weight in (torch.ones(8), torch.ones(8).double(), None):
+        args = [{**values, "weight": weight}[field] for field in raw.fields]
+        assert raw.bucket(*args).plain == (refuses(*args) is None)

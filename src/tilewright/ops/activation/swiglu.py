@@ -77,8 +77,8 @@ FORWARD = RawOp(
     kernels=KERNELS,
     outputs=lambda args: ((args.gate.shape, args.gate.dtype),),
     reference=lambda args: reference(args.gate, args.up, gate_multiplier=args.gate_multiplier, limit=args.limit),
-    bucket=lambda args: rows.rows_bucket(args.gate),
-    bucket_names=rows.RowsBucket._fields,
+    bucket=lambda args: rows.plain_rows_bucket(args.gate, only_plain(args) is None),
+    bucket_names=rows.PlainRowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
@@ -93,8 +93,8 @@ BACKWARD = RawOp(
         (args.gate, args.up),
         (args.dout,),
     ),
-    bucket=lambda args: rows.rows_bucket(args.dout),
-    bucket_names=rows.RowsBucket._fields,
+    bucket=lambda args: rows.plain_rows_bucket(args.dout, only_plain(args) is None),
+    bucket_names=rows.PlainRowsBucket._fields,
     count=2,
 )
 

@@ -65,7 +65,7 @@ def row_losses(student: Tensor, teacher: Tensor, target: Tensor | None, options:
 
 
 def statistics_of(student: Tensor, teacher: Tensor, target: Tensor | None, options: Options) -> Tensor:
-    """(M, STATISTICS), which a kernel's backward reads, whoever computed the forward."""
+    """(M, STATISTICS), which a kernel's backward reads; torch or a kernel computed the forward."""
     is_row = None if target is None else (target != options.ignore_index)[:, None]
     logs, columns = [], []
     for t in (student, teacher):

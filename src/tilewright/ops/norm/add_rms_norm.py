@@ -95,8 +95,8 @@ FORWARD = RawOp(
         (args.x.shape, args.x.dtype),
     ),
     reference=_forward,
-    bucket=lambda args: rows.rows_bucket(args.x),
-    bucket_names=rows.RowsBucket._fields,
+    bucket=lambda args: rows.plain_rows_bucket(args.x, rms.is_plain(args.weight)),
+    bucket_names=rows.PlainRowsBucket._fields,
     count=2,
 )
 BACKWARD = RawOp(
@@ -110,8 +110,8 @@ BACKWARD = RawOp(
         ((args.total.shape[-1] if args.need_dweight else 0,), rms.weight_dtype(args.total, args.weight)),
     ),
     reference=_backward,
-    bucket=lambda args: rows.rows_bucket(args.dy),
-    bucket_names=rows.RowsBucket._fields,
+    bucket=lambda args: rows.plain_rows_bucket(args.dy, rms.is_plain(args.weight)),
+    bucket_names=rows.PlainRowsBucket._fields,
     count=2,
 )
 

@@ -106,6 +106,11 @@ def out_dtype(x: Tensor, weight: Tensor | None, fp32_weight: bool) -> torch.dtyp
     return x.dtype if fp32_weight else torch.promote_types(x.dtype, weight_dtype(x, weight))
 
 
+def is_plain(weight: Tensor | None) -> bool:
+    """Do all kernels take this weight?  cuTile's take neither None nor float64."""
+    return weight is not None and weight.dtype != torch.float64
+
+
 KERNELS = ("triton.rms_norm", "cutile.rms_norm", "cpu.rms_norm")
 
 FORWARD = RawOp(
@@ -116,8 +121,8 @@ FORWARD = RawOp(
     kernels=KERNELS,
     outputs=lambda args: ((args.x.shape, out_dtype(args.x, args.weight, args.fp32_weight)),),
     reference=_forward,
-    bucket=lambda args: rows.rows_bucket(args.x),
-    bucket_names=rows.RowsBucket._fields,
+    bucket=lambda args: rows.plain_rows_bucket(args.x, is_plain(args.weight)),
+    bucket_names=rows.PlainRowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
@@ -131,8 +136,8 @@ BACKWARD = RawOp(
         ((args.x.shape[-1] if args.need_dweight else 0,), weight_dtype(args.x, args.weight)),
     ),
     reference=_backward,
-    bucket=lambda args: rows.rows_bucket(args.dy),
-    bucket_names=rows.RowsBucket._fields,
+    bucket=lambda args: rows.plain_rows_bucket(args.dy, is_plain(args.weight)),
+    bucket_names=rows.PlainRowsBucket._fields,
     count=2,
 )
 

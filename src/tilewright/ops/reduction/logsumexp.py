@@ -31,7 +31,7 @@ class LogsumexpArgs(NamedTuple):
 class LogsumexpBackwardArgs(NamedTuple):
     x: Tensor  # (..., N)
     lse: Tensor  # (...), before it was rounded
-    dy: Tensor  # (...)
+    dy: Tensor  # (...), of y and lse together
 
 
 @dispatch("logsumexp")
@@ -126,7 +126,9 @@ def _save(args: LogsumexpArgs, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Ten
 
 
 def _raw_args(grads: Any, saved: Any, args: LogsumexpArgs, needs: Any) -> LogsumexpBackwardArgs:
-    (dy, _), (x, lse) = grads, saved  # nothing outside has the unrounded lse
+    (dy, dlse), (x, lse) = grads, saved
+    if dlse is not None:  # of a gradient that is itself differentiated: it is computed from lse
+        dy = dlse if dy is None else dlse + dy
     return LogsumexpBackwardArgs(x, lse, dy)
 
 

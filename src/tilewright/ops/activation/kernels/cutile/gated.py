@@ -15,7 +15,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
 from tilewright.ops.activation import silu_and_mul, swiglu
-from tilewright.ops.rows import RowsBucket, as_rows
+from tilewright.ops.rows import PlainRowsBucket, RowsBucket, as_rows
 
 FILL = 512  # minimum tiles before tiles grow: about four for each SM of an H200
 LOG2E = 1.4426950408889634
@@ -33,7 +33,7 @@ def _tiles(dtype: torch.dtype) -> list[Config]:
     return [Config(32 * 4 * bytes_ // dtype.itemsize) for bytes_ in (16, 8)]
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> Config:
     """The largest tile that still gives every SM work; latency decides small problems."""
     tiles, elements = _tiles(dtype), bucket.M * bucket.N
     return next((c for c in tiles if elements >= FILL * c.block), tiles[-1])
@@ -42,7 +42,7 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
 CONFIGS = tuple(dict.fromkeys((*_tiles(torch.bfloat16), *_tiles(torch.float32))))
 
 
-def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with half a vector to four vectors a thread and tensor."""
     return tuple(
         Config(32 * warps * bytes_ // dtype.itemsize, warps, occupancy)

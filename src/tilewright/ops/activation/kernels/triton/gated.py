@@ -18,7 +18,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.activation import geglu, gelu_and_mul, silu_and_mul, swiglu
 from tilewright.ops.activation.kernels.triton.activations import activate, limited
 from tilewright.ops.row_grid import grid_of, row_of_grid
-from tilewright.ops.rows import RowsBucket, as_rows
+from tilewright.ops.rows import PlainRowsBucket, RowsBucket, as_rows
 from tilewright.ops.unaligned_rows import unit_of
 
 FILL = 512  # minimum tiles before tiles grow: about four for each SM of an H200
@@ -49,7 +49,7 @@ def _tile(dtype: torch.dtype) -> Config:
     return Config(128 * 16 // dtype.itemsize, 4)
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> Config:
     """Whole vectors where tiles of them give every SM work; latency decides small problems."""
     tile = _tile(dtype)
     return tile if FILL * tile.block <= bucket.M * bucket.N else FEW
@@ -61,7 +61,7 @@ vector a thread; 16 of 14336 1.64 and 1.70; 1 row of 18944 1.29 and 1.31 (H200, 
 CONFIGS = tuple(dict.fromkeys((_tile(torch.bfloat16), _tile(torch.float32), FEW)))
 
 
-def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """One element to four vectors a thread: small problems need many threads, large ones long accesses."""
     vector = 16 // dtype.itemsize
     each = (1, 2, 4, vector) if bucket.M * bucket.N < FILL * 2048 else (4, vector, 2 * vector, 4 * vector)

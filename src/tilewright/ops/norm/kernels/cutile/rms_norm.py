@@ -21,7 +21,7 @@ from tilewright.jit.tape import scratch
 from tilewright.ops.norm import add_rms_norm, rms_norm
 from tilewright.ops.norm.add_rms_norm import AddRmsNormArgs, AddRmsNormBackwardArgs
 from tilewright.ops.norm.rms_norm import RmsNormArgs, RmsNormBackwardArgs
-from tilewright.ops.rows import RowsBucket, as_rows, no_float64
+from tilewright.ops.rows import PlainRowsBucket, RowsBucket, as_rows, no_float64
 
 MAX_BLOCK = 16384  # 64 float32 a thread at 8 warps, the most there are; longer rows are read in parts
 MAX_BLOCK_BACKWARD = 8192  # x, dy, weight and dw are in registers
@@ -47,7 +47,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> Config:
     block = min(next_power_of_2(bucket.N), MAX_BLOCK)
     return Config(rows=max(1, min(8, 2048 // block)), num_warps=8 if block > 4096 else 4)
 
@@ -55,7 +55,7 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
 CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(1, 1 << k), torch.bfloat16) for k in range(15)))
 
 
-def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 4 to 64 elements a thread."""
     block = min(next_power_of_2(bucket.N), MAX_BLOCK)
     return tuple(
@@ -68,7 +68,7 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     )
 
 
-def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConfig:
+def configure_backward(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> PersistentConfig:
     block = next_power_of_2(bucket.N)
     if block <= 2048:
         return PersistentConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, ctas_per_sm=4)
@@ -79,7 +79,7 @@ def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConf
 BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(1, 1 << k), torch.bfloat16) for k in range(15)))
 
 
-def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
+def candidates_backward(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
     """Configurations with 4 to 32 elements of x and of dy a thread."""
     block = next_power_of_2(bucket.N)
     if block > MAX_BLOCK_BACKWARD:

@@ -21,10 +21,10 @@ from tilewright.ops.norm.kernels.triton.affine import load_weight
 from tilewright.ops.norm.kernels.triton.column_sums import column_sums, mean_of
 from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK, Config, PersistentConfig
 from tilewright.ops.norm.rms_norm import RmsNormBackwardArgs
-from tilewright.ops.rows import RowsBucket, as_rows, contiguous
+from tilewright.ops.rows import PlainRowsBucket, RowsBucket, as_rows, contiguous
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> Config:
     block = triton.next_power_of_2(bucket.N)
     if bucket.M >= 1024 and 2048 <= block <= 8192:
         # 64 values a thread: with two inputs and two outputs few, deep warps win, 66.6 us against 68.4 with 8 warps

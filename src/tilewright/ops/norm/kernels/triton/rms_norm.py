@@ -25,10 +25,10 @@ from tilewright.ops.norm.kernels.triton.affine import load_weight
 from tilewright.ops.norm.kernels.triton.column_sums import column_sums, mean_of
 from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK, Config, PersistentConfig
 from tilewright.ops.norm.rms_norm import BACKWARD, FORWARD, RmsNormArgs, RmsNormBackwardArgs
-from tilewright.ops.rows import RowsBucket, as_rows, contiguous
+from tilewright.ops.rows import PlainRowsBucket, RowsBucket, as_rows, contiguous
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> Config:
     block = min(triton.next_power_of_2(bucket.N), MAX_BLOCK)
     if block <= 512:
         return Config(rows=max(1, min(8, 2048 // block)), num_warps=4)

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from tilewright.hardware import device_info
-from tilewright.ops.rows import RowsBucket
+from tilewright.ops.rows import PlainRowsBucket, RowsBucket
 
 MAX_BLOCK = 16384  # 64 KB of float32 in registers at 16 warps; longer rows are read in blocks, twice
 
@@ -26,7 +26,7 @@ class PersistentConfig(NamedTuple):
     ctas_per_sm: int  # programs per SM
 
 
-def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConfig:
+def configure_backward(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> PersistentConfig:
     block = min(triton.next_power_of_2(bucket.N), MAX_BLOCK)
     if block <= 512:
         rows = max(1, min(8, 4096 // (block * dtype.itemsize)))
@@ -41,7 +41,7 @@ def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConf
     return PersistentConfig(rows, num_warps=min(16, rows * block // 1024), num_stages=3, ctas_per_sm=1)
 
 
-def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 4 to 64 elements of x a thread."""
     block = triton.next_power_of_2(bucket.N)
     if block > MAX_BLOCK:
@@ -54,7 +54,7 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     )
 
 
-def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
+def candidates_backward(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
     """Configurations with 8 to 64 elements of dy and of x a thread; the stages fit the shared memory of an H200."""
     block = triton.next_power_of_2(bucket.N)
     if block > MAX_BLOCK:

@@ -59,14 +59,17 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     m, n = bucket
     if n <= SHORT:
         return tuple(Config(warps, rows) for warps in (1, 2, 4, 8) for rows in (1, 2, 4, 8, 16, 32))
-    splits = (0, 2048, 4096, 8192, 16384) if m <= 2 * SPLIT_ROWS else (0,)
-    return tuple(
+    long = tuple(Config(warps, steps=steps) for warps in (1, 2, 4, 8, 16) for steps in (1, 2, 4, 8))
+    if m > 2 * SPLIT_ROWS:
+        return long
+    split = tuple(
         Config(warps, steps=steps, split=split)
-        for warps in (1, 2, 4, 8, 16)
-        for steps in (1, 2, 4, 8)
-        for split in splits
-        if split < n
+        for split in (2048, 4096, 8192, 16384)
+        for warps in (2, 4, 8)
+        for steps in (1, 2, 4)
+        if split < n and 512 * warps * steps <= split * dtype.itemsize  # a part is a step of the loop or longer
     )
+    return (*long, *split)
 
 
 def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[TileConfig, ...]:
