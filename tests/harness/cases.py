@@ -73,10 +73,10 @@ def _declared_calls(name: str, direction: str, dtype: torch.dtype) -> tuple[RawC
 
 
 def call_that_selects(contract: Contract, op: RawOp, config: Any, implementation: Implementation) -> RawCall:
-    """A call for which `implementation` chooses `config`: a workload with up to two of its sizes replaced.
+    """A call for which `implementation` chooses `config`: a workload, as it is or with two of its sizes replaced.
 
-    The search walks over buckets, which is cheap, and makes a call only of those that select `config`.  What it found
-    is kept for all targets.
+    The search walks over buckets, which is cheap, and makes a call only of those that select `config`: first with the
+    sizes that have the names of the bucket's fields, then with any two.  What it found is kept for all targets.
     """
     return _call_that_selects(contract.name, op.direction, config, implementation)
 
@@ -87,18 +87,27 @@ def _call_that_selects(name: str, direction: str, config: Any, implementation: I
     contract = contracts()[name]
     (op,) = [op for op in contract.raw_ops if op.direction == direction]
     workloads = {w.name: w for w in (*contract.workloads, *contract.cpu_workloads, *contract.edge_cases)}
-    for among, dtype in product((SIZES, ODD_SIZES), contract.dtypes):
+    for dtype in contract.dtypes:
         for declared in declared_calls(contract, op, dtype):
             if implementation.configure(op.bucket(*declared.args), dtype) == config:
                 return declared
+    tried = set()
+    for by_name, among, dtype in product((True, False), (SIZES, ODD_SIZES), contract.dtypes):
+        for declared in declared_calls(contract, op, dtype):
             params = workloads[declared.purpose].params
             bucket = op.bucket(*declared.args)
             for places in combinations(range(len(bucket)), 2):
                 sizes = _selected(bucket, places, dtype, implementation, among).get(config)
                 if sizes is None:
                     continue
-                for names in permutations([n for n, size in params.items() if type(size) is int], 2):
+                ints = [n for n, size in params.items() if type(size) is int]
+                fields = tuple(op.bucket_names[place] for place in places)
+                for names in (fields,) * ({*fields} <= {*ints}) if by_name else permutations(ints, 2):
                     changed = dict(zip(names, sizes, strict=True))
+                    problem = dtype, declared.purpose, tuple(sorted(changed.items()))
+                    if problem in tried:
+                        continue
+                    tried.add(problem)
                     try:
                         call = raw_call(contract, op, f"{declared.purpose}, {changed}", {**params, **changed}, dtype)
                     except (ValueError, RuntimeError):

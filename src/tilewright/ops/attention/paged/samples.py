@@ -61,19 +61,19 @@ def cache_of(
     lengths, page = params["lengths"], params.get("page")
     more: dict[str, Tensor] = {}
     if page is None:
-        capacity = max(params.get("capacity") or 0, *lengths, 1)
-        size, used = (len(lengths), capacity), [b * capacity + i for b, n in enumerate(lengths) for i in range(n)]
+        page = max(params.get("capacity") or 0, *lengths, 1)
+        tables, size = [[b] for b in range(len(lengths))], (len(lengths), page)
     else:
         tables, count = page_tables(lengths, page, params.get("shared") or 0, seed)
         size = (count, page)
         width = max(map(len, tables), default=0) + 1
         more["block_table"] = int32([table + [TAIL] * (width - len(table)) for table in tables], device, (-1, width))
-        used = [t[i // page] * page + i % page for t, n in zip(tables, lengths, strict=True) for i in range(n)]
     is_e4m3 = params.get("cache") == "e4m3"
     caches = []
     for name, width in (("k_scale", d), ("v_scale", params.get("D_v") or d)):
         values = rows.random_tensor((*size, heads, width), dtype, device, g)
         if params.get("unused") == "nan":
+            used = [t[i // page] * page + i % page for t, n in zip(tables, lengths, strict=True) for i in range(n)]
             used_slots = torch.zeros(size[0] * size[1], dtype=torch.bool, device=device)
             used_slots[torch.tensor(used, dtype=torch.int64, device=device)] = True
             values = torch.where(used_slots.view(*size, 1, 1), values, torch.nan)
@@ -90,9 +90,7 @@ def page_tables(lengths: Sequence[int], page: int, shared: int, seed: int) -> tu
     counts = [-(-n // page) for n in lengths]
     total = sum(counts) + sum(counts) // 8 + 1
     order = Random(seed).sample(range(total), total)
-    tables = []
-    for count in counts:
-        tables.append([order.pop() for _ in range(count)])
+    tables = [order[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
     for table in tables[1:]:
         common = min(shared, len(table), len(tables[0]))
         table[:common] = tables[0][:common]
