@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The folder of a mode holds thousands of tests of that mode alone: nobody else collects them."""
+    """Without its mode a folder of a mode is not collected: thousands of tests, all of that mode."""
     of_mode = collection_path.parent == Path(__file__).parent and collection_path.name in MODES
     return True if of_mode and not _asked_for(config, collection_path.name) else None
 

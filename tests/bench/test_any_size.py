@@ -176,6 +176,7 @@ def test_a_budget_cuts_off_what_runs_and_nothing_later(programs):
         time.sleep(0.1)
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_writes_the_rows_that_it_has(programs, tmp_path, monkeypatch, capsys):
     """The second of two problems takes longer than the budget."""
     measured = programs["any_size"].run.__globals__["measure"]
@@ -193,6 +194,7 @@ def test_an_interrupted_run_writes_the_rows_that_it_has(programs, tmp_path, monk
     assert "1 problems not measured" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_run(tmp_path):
     """Five problems on a CPU, the last two of them by --resume, as bench JSON with the seed."""
     result = tmp_path / "any_size.json"

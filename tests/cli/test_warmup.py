@@ -34,6 +34,7 @@ def test_a_bundle_holds_what_a_model_needs(tilewright, place, monkeypatch):
     assert {entry.folder.name for entry in cache.entries()} == {kernel["folder"] for kernel in found["kernels"]}
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_compile_is_listed_and_leaves_no_bundle(tilewright, place, monkeypatch):
     broken = place / "ptxas"
     broken.write_text("#!/bin/sh\ncase $1 in --version) echo 'Cuda release 12.8, V12.8.93';; *) exit 7;; esac\n")

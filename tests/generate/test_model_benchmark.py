@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 def test_tiny_run(tmp_path):
     result = tmp_path / "model.json"
     command = [sys.executable, ROOT / "benchmarks/model_8b.py", "--tiny", "--device", "cpu", "--json", result]
@@ -28,6 +31,7 @@ def test_tiny_run(tmp_path):
     assert written["floors"]["bytes_per_token"] == 4 * (read + 2 * 2 * 16 * (48 + 96))
 
 
+@pytest.mark.exhaustive
 def test_tiny_run_of_the_products(tmp_path):
     result = tmp_path / "products.json"
     command = [sys.executable, ROOT / "benchmarks/products_8b.py", "--shape", "tiny", "--device", "cpu"]

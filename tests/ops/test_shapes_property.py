@@ -58,7 +58,7 @@ def searching(examples):
 
 
 @pytest.mark.parametrize("name", OPS)
-@searching(12)
+@searching(8)
 @given(data=st.data())
 def test_any_shape_on_a_cpu(name, data):
     examine(name, data, "torch", "cpu")

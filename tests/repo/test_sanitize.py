@@ -70,6 +70,7 @@ def test_a_clean_tool_passes_and_a_case_that_does_not_end_fails(sanitize):
     assert code == 1 and sum("did not end in 0.5 s" in line for line in lines) == 3
 
 
+@pytest.mark.exhaustive
 def test_shards_together_are_all_runs_and_bad_wishes_are_refused(sanitize):
     whole = sanitize("--list")[1]
     parts = [line for i in range(3) for line in sanitize("--list", "--shard", f"{i}/3")[1]]

@@ -210,7 +210,7 @@ def test_what_the_budget_left_is_tuned_by_the_next_run(fake_op, doubling, two_ri
     assert (len(second.tuned), second.fresh) == (2, 1)
 
 
-@pytest.mark.parametrize("name", ["torch", "tilewright"])
+@pytest.mark.parametrize("name", ["torch", pytest.param("tilewright", marks=pytest.mark.exhaustive)])
 def test_a_stale_row_is_measured_again(fake_op, doubling, two_right, at_home, name):
     report = tune_model(doubling, X)
     file = table.file_of(report.table, fake_op.NAME)
@@ -228,6 +228,7 @@ def test_a_stale_row_is_measured_again(fake_op, doubling, two_right, at_home, na
     assert tune_model(doubling, X).fresh == 1
 
 
+@pytest.mark.exhaustive
 def test_rows_of_another_gpu_are_not_fresh(fake_op, doubling, two_right, at_home):
     report = tune_model(doubling, X)
     file = table.file_of(report.table, fake_op.NAME)

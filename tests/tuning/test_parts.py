@@ -45,10 +45,10 @@ def every_space():
                     seen.add(bucket)
 
 
-def test_every_declared_space_holds_the_default_and_survives_json():
+def test_every_declared_space_holds_the_default_and_survives_json(exhaustive):
     seen, written = set(), set()
     for raw, implementation, bucket in every_space():
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float32)[: 1 + exhaustive]:
             if implementation.configure(bucket, dtype) is None:
                 continue  # refused for these sizes
             configs = implementation.space(bucket, dtype)

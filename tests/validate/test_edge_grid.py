@@ -190,6 +190,7 @@ def run_script(tmp_path, *options):
     return done, done.stdout.splitlines()
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_dies_or_is_silent_costs_its_problem_alone(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     options = ("--ops", "softmax", "--backends", "cpu", "torch", "--jobs", "1", "--seed", "154", "--density", "1.2")
@@ -237,6 +238,7 @@ def test_what_memcheck_reports_is_laid_to_the_problem_it_was_at(tmp_path, monkey
     assert " N=17 " in told and "Invalid __global__ write" in told and "softmax_kernel" in told
 
 
+@pytest.mark.exhaustive
 def test_shards_together_are_the_list(tmp_path):
     options = ("--list", "--ops", "softmax", "rms_norm")
     whole = run_script(tmp_path, *options)[1]

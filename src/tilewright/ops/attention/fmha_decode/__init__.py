@@ -71,7 +71,7 @@ def fmha_decode(
     0 <= lengths <= capacity and pages that exist are the caller's promise; longer ones count as the capacity.  Under
     TILEWRIGHT_CHECK=1 both are looked at, which waits for the GPU, and an InputError names what is outside.
     Bits repeat.  Under numerics("batch_invariant") those of a sequence do not depend on the others, unless torch, which
-    does not promise it, computes on a GPU.  No gradient.
+    does not promise it, computes.  No gradient.
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes, scales and options that do not go together, and where a gradient is wanted.
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023.

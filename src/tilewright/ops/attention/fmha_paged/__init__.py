@@ -59,7 +59,7 @@ def fmha_paged(
     TILEWRIGHT_CHECK=1 looks at them as in `fmha_decode`.
     Sequences with few tokens are cut along their keys, those with many along their tokens too, each in a launch of
     its own; both find their work on the device.  Bits repeat.  Under numerics("batch_invariant") those of a
-    sequence do not depend on the others, unless torch, which does not promise it, computes on a GPU.  No gradient.
+    sequence do not depend on the others, unless torch, which does not promise it, computes.  No gradient.
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes, scales and options that do not go together, and where a gradient is wanted.
     Source: Dao et al., "Flash-Decoding", 2023; Agrawal et al., "Sarathi-Serve", 2024.

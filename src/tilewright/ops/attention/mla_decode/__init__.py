@@ -66,7 +66,7 @@ def mla_decode(
     longer ones count as the capacity.  Under TILEWRIGHT_CHECK=1 they are looked at, which waits for the GPU, and an
     InputError names what is outside.
     Bits repeat.  Under numerics("batch_invariant") those of a sequence do not depend on the others, unless torch, which
-    does not promise it, computes on a GPU.  No gradient.
+    does not promise it, computes.  No gradient.
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes and options that do not go together, and where a gradient is wanted.
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, and "DeepSeek-V3.2", 2025 (indices); FlashMLA (the form of 656 bytes).

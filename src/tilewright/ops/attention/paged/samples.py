@@ -89,7 +89,7 @@ def page_tables(lengths: Sequence[int], page: int, shared: int, seed: int) -> tu
     """The pages of each sequence, in any order, and how many there are; one in eight belongs to no sequence."""
     counts = [-(-n // page) for n in lengths]
     total = sum(counts) + sum(counts) // 8 + 1
-    order = Random(seed).sample(range(total), total)
+    order = Random(seed).sample(range(total), total)[::-1]
     tables = [order[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
     for table in tables[1:]:
         common = min(shared, len(table), len(tables[0]))
