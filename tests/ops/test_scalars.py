@@ -139,7 +139,7 @@ def test_flags(name, option, backend):
             problem(name, option, python)
         except AssertionError:
             continue  # transposed operands are other tensors
-        same(name, option, python, [np.bool_(python), int(python)], backend)
+        same(name, option, python, [np.bool_(python), int(python)][: 1 if backend == "triton" else 2], backend)
 
 
 @pytest.mark.parametrize(("name", "option"), options(RAW_FLAGS))

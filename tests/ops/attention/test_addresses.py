@@ -192,7 +192,7 @@ on_each_device = pytest.mark.parametrize("device", ["cpu", GPU])
 
 @on_each_device
 @pytest.mark.parametrize("name", PLACED)
-@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("d", [64, pytest.param(96, marks=pytest.mark.exhaustive), 128])
 @pytest.mark.parametrize("s", [1, 130, 1030])
 def test_whatever_is_chosen_takes_it(s, d, name, device):
     """As `auto` does it, forward and backward, also of torch's own wish."""

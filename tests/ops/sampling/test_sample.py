@@ -146,7 +146,7 @@ def test_the_kernels_leave_the_same_tokens(names, rounds):
     """Programs of two tokens: their sums are the weights that are left, two by two, so equal sums are equal sets."""
     from tilewright.ops.sampling.kernels.triton.sample import Config, Rows
 
-    m, n = 14, 30
+    m, n = 7, 30
     x = torch.randn(m, n) * 3
     x[::3] = x[::3].round()
     x[1, ::2], x[2] = -torch.inf, -torch.inf
