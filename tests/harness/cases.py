@@ -1,6 +1,7 @@
 """Raw calls of any op, made from its contract alone, on tensors without memory."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import combinations, permutations, product
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import Contract, Implementation, RawOp, contracts, implementations, record
+from tilewright.dispatch.recording import Recording
 
 SIZES = tuple(1 << k for k in range(21))
 ODD_SIZES = (1, 8, 64, 128, 4096, *((1 << k) + 1 for k in range(9, 18)))
@@ -30,6 +32,18 @@ class RawCall(NamedTuple):
         return self.op.allocate(self.args, "meta")
 
 
+class _NotedError(Exception):
+    """The call is known; nothing computes it."""
+
+
+class _OneCall(Recording):
+    """Ends a call when it is noted: a reference would take most of the time."""
+
+    def add(self, *call: Any) -> None:
+        super().add(*call)
+        raise _NotedError
+
+
 def triton_implementations() -> Iterator[tuple[Contract, RawOp, Implementation]]:
     """Every forward and backward with a Triton implementation."""
     for contract in contracts().values():
@@ -44,7 +58,7 @@ def raw_call(contract: Contract, op: RawOp, purpose: str, params: Mapping[str, A
     with FakeTensorMode():
         sample = contract.inputs(params, dtype, torch.device("cpu"), 0)
     args, kwargs = tree_map(_without_memory, (sample.args, dict(sample.kwargs)))
-    with torch.no_grad(), record() as notes:
+    with torch.no_grad(), suppress(_NotedError), record(_OneCall()) as notes:
         contract.function(*args, **kwargs)
     ((_, raw_args, _, _),) = notes.calls
     if op is contract.forward:
@@ -73,10 +87,10 @@ def _declared_calls(name: str, direction: str, dtype: torch.dtype) -> tuple[RawC
 
 
 def call_that_selects(contract: Contract, op: RawOp, config: Any, implementation: Implementation) -> RawCall:
-    """A call for which `implementation` chooses `config`: a workload, as it is or with two of its sizes replaced.
+    """A call for which `implementation` chooses `config`: a workload with up to two of its sizes replaced.
 
-    The search walks over buckets, which is cheap, and makes a call only of those that select `config`: first with the
-    sizes that have the names of the bucket's fields, then with any two.  What it found is kept for all targets.
+    The search walks over buckets, which is cheap, and makes a call only of those that select `config`.  What it found
+    is kept for all targets.
     """
     return _call_that_selects(contract.name, op.direction, config, implementation)
 
@@ -87,25 +101,21 @@ def _call_that_selects(name: str, direction: str, config: Any, implementation: I
     contract = contracts()[name]
     (op,) = [op for op in contract.raw_ops if op.direction == direction]
     workloads = {w.name: w for w in (*contract.workloads, *contract.cpu_workloads, *contract.edge_cases)}
-    for dtype in contract.dtypes:
+    tried = set()
+    for among, dtype in product((SIZES, ODD_SIZES), contract.dtypes):
         for declared in declared_calls(contract, op, dtype):
             if implementation.configure(op.bucket(*declared.args), dtype) == config:
                 return declared
-    tried = set()
-    for by_name, among, dtype in product((True, False), (SIZES, ODD_SIZES), contract.dtypes):
-        for declared in declared_calls(contract, op, dtype):
             params = workloads[declared.purpose].params
             bucket = op.bucket(*declared.args)
             for places in combinations(range(len(bucket)), 2):
                 sizes = _selected(bucket, places, dtype, implementation, among).get(config)
                 if sizes is None:
                     continue
-                ints = [n for n, size in params.items() if type(size) is int]
-                fields = tuple(op.bucket_names[place] for place in places)
-                for names in (fields,) * ({*fields} <= {*ints}) if by_name else permutations(ints, 2):
+                for names in permutations([n for n, size in params.items() if type(size) is int], 2):
                     changed = dict(zip(names, sizes, strict=True))
                     problem = dtype, declared.purpose, tuple(sorted(changed.items()))
-                    if problem in tried:
+                    if problem in tried:  # of other places in the bucket
                         continue
                     tried.add(problem)
                     try:
