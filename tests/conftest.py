@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="every dtype of every case, every form of every kernel; a run without it samples them",
+        help="every dtype of every case, every form of every kernel, new examples of searches: others sample",
     )
     parser.addoption("--seed", type=int, default=0, help="seed of every test's random numbers (default 0)")
 
@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     elif os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError("TRITON_INTERPRET=1 is for -m interp alone; unset it")
     _limit_threads()
+    if not config.getoption("exhaustive"):
+        _repeat_searches()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -89,6 +91,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = {i for i in items if i.get_closest_marker("exhaustive") and not i.get_closest_marker("gpu")}
         config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def _repeat_searches() -> None:
+    """Hypothesis draws the same examples in every run; with --exhaustive others each time."""
+    from hypothesis import settings
+
+    settings.register_profile("repeated", derandomize=True)
+    settings.load_profile("repeated")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

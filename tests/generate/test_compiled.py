@@ -101,6 +101,7 @@ def test_a_decoder_is_as_long_as_the_model_allows():
     assert decoder.max_length == max(512, min(model.config.max_position_embeddings, 2048))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(cxx() is None, reason="Inductor needs a C++ compiler")
 def test_inductor_compiles_the_step():
     model = build("llama")

@@ -85,6 +85,7 @@ def test_the_best_wins_and_every_loser_has_its_reason(fake_op, patience):
     assert "dropped 2: hung" in str(report)
 
 
+@pytest.mark.exhaustive
 def test_a_row_changes_only_for_a_gain_worth_it(fake_op, quick, at_home):
     report = quick(min_gain=1e6)
     (first,) = report.tuned

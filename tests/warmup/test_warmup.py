@@ -264,6 +264,7 @@ def test_indexing_by_tensors_and_masks():
         assert torch.equal(_index(x, index), x[index])
 
 
+@pytest.mark.exhaustive
 def test_the_program_of_packed_sequences_is_prepared():
     def first(device):
         cases = select("attention", ops=["fmha_varlen"], device=torch.device(device))

@@ -97,7 +97,7 @@ def _mask(params: Mapping[str, Any], batch: int, s_k: int) -> masks.Mask | None:
         return _packed(params["documents"], s_k) & masks.causal()
     if "ids" in params:
         return masks.document(_in_pieces(params["ids"], s_k)) & masks.causal()
-    if "rows" in params:
+    if "rows" in params and batch:
         ids = torch.stack([documents(params["rows"] + row, s_k) for row in range(batch)])
         return masks.document(ids, contiguous=True) & masks.causal()
     if "variant" in params:
