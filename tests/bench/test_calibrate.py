@@ -1,6 +1,7 @@
 """Calibration on this machine: complete, stored, ordered, and quick when asked to be."""
 
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def test_other_load_is_what_all_processes_used_without_this_one(monkeypatch: pyt
 def test_a_calibration_that_is_not_kept_writes_nothing() -> None:
     calibrate("cpu", quick=True, keep=False)
     assert ceilings.load("cpu") is None
+
+
+def test_a_clock_that_stands_still_has_measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = chain([0, 0], count(10, 30))
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(module.time, "process_time_ns", lambda: next(readings))
+    assert module._fastest_call(lambda: None, budget_s=0.0) == 0.03
 
 
 def test_noise_cannot_make_more_bytes_cheaper() -> None:
