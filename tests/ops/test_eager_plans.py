@@ -76,14 +76,14 @@ def plans() -> Iterator[ModuleType]:
         sys.path.pop(0)
 
 
-def odd_cases(contract: Contract) -> Iterator[Case]:
+def odd_cases(contract: Contract, density: float) -> Iterator[Case]:
     """Edge cases; where torch may be the guess, also in float32, and some of the grid of edge sizes."""
     guesses = any(raw.torch_first is not None for raw in contract.raw_ops)
     dtypes = [d for d in contract.dtypes if d == SINGLE] if guesses else []
     dtypes += [d for d in contract.dtypes if d == HALF[0]] or contract.dtypes
     workloads = [(workload, dtype) for workload in contract.edge_cases for dtype in dtypes]
     if guesses:
-        found = problems(contract, 0, density=0.2)
+        found = problems(contract, 0, density=density)
         workloads += [(Workload(str(problem), problem.params), problem.dtype) for problem in found]
     directions: tuple[Direction, ...] = ("fwd", "bwd") if contract.gradient is not None else ("fwd",)
     return (Case(contract, workload, d, direction) for workload, d in workloads for direction in directions)
@@ -109,8 +109,8 @@ def eager(plans: ModuleType, cases: Iterator[Case]) -> tuple[list[str], set[str]
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_no_op_goes_to_its_eager_reference(name: str, plans: ModuleType) -> None:
-    wrong, _, count = eager(plans, odd_cases(known_contracts()[name]))
+def test_no_op_goes_to_its_eager_reference(name: str, plans: ModuleType, exhaustive: bool) -> None:
+    wrong, _, count = eager(plans, odd_cases(known_contracts()[name], 0.5 if exhaustive else 0.2))
     assert count >= 6
     assert wrong == []
 

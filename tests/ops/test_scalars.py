@@ -100,8 +100,8 @@ def test_every_number_is_listed():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "option"), options(FLOATS, "float"))
-def test_floats(name, option, backend):
-    python, slow = FLOATS[option], backend == "triton"
+def test_floats(name, option, backend, exhaustive):
+    python, slow = FLOATS[option], backend == "triton" and not exhaustive
     floats, ints = (np.float16, np.float32, np.float64), (int, np.int32, np.int64)
     same(name, option, python, [kind(python) for kind in (floats[:1] if slow else floats)], backend)
     same(name, option, 1.0, [kind(1) for kind in (ints[:1] if slow else ints)], backend)
@@ -133,13 +133,14 @@ def test_sizes_that_are_none(name, option):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "option"), options(FLAGS))
-def test_flags(name, option, backend):
+def test_flags(name, option, backend, exhaustive):
+    slow = backend == "triton" and not exhaustive
     for python in (False, True):
         try:
             problem(name, option, python)
         except AssertionError:
             continue  # transposed operands are other tensors
-        same(name, option, python, [np.bool_(python), int(python)][: 1 if backend == "triton" else 2], backend)
+        same(name, option, python, [np.bool_(python), int(python)][: 1 if slow else 2], backend)
 
 
 @pytest.mark.parametrize(("name", "option"), options(RAW_FLAGS))

@@ -48,8 +48,10 @@ def test_every_op_has_cases():
 
 
 @pytest.mark.parametrize(("single", "first"), [(c, i % len(STRIDES)) for i, c in enumerate(CASES)], ids=name_of)
-def test_torch(single, first):
-    same(single, "torch", [first])  # whose products go to another routine by the stride of a single column
+def test_torch(single, first, exhaustive):
+    same(
+        single, "torch", EVERY if exhaustive else [first]
+    )  # whose products go to another routine by the stride of a single column
 
 
 @pytest.mark.parametrize("single", CASES_OF_CPU, ids=name_of)
@@ -59,8 +61,8 @@ def test_cpu_kernels(single):
 
 @pytest.mark.interp
 @pytest.mark.parametrize(("single", "first"), IN_TRITON, ids=name_of)
-def test_triton(single, first):
-    same(single, "triton", [first], rtol=0, atol=0)
+def test_triton(single, first, exhaustive):
+    same(single, "triton", EVERY if exhaustive else [first], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", pytest.param("triton", marks=pytest.mark.interp)])

@@ -40,6 +40,11 @@ class JsdBackwardArgs(NamedTuple):
     log_probs: bool
 
 
+def options_of(args: JsdArgs | JsdBackwardArgs) -> Options:
+    """What `divergence` takes beside the tensors."""
+    return Options(args.beta, args.temperature, args.ignore_index, args.reduction, args.log_probs)
+
+
 @dispatch(OP)
 def jsd(
     student: Tensor,
@@ -107,12 +112,13 @@ def reference(
 
 
 def _forward(args: JsdArgs) -> tuple[Tensor, Tensor, Tensor]:
-    loss, count = divergence.forward(*args[:3], Options(*args[3:]))
-    return loss, divergence.statistics_of(*args[:3], Options(*args[3:])), count
+    options = options_of(args)
+    loss, count = divergence.forward(args.student, args.teacher, args.target, options)
+    return loss, divergence.statistics_of(args.student, args.teacher, args.target, options), count
 
 
 def _backward(args: JsdBackwardArgs) -> Tensor:
-    options = Options(*args[6:])
+    options = options_of(args)
 
     def function(student: Tensor) -> Tensor:
         losses = divergence.row_losses(student, args.teacher, args.target, options)
@@ -159,14 +165,14 @@ def check(args: JsdArgs) -> None:
     rows.check_same(OP, student=student, teacher=teacher)
     if student.dim() != 2 or student.shape[1] == 0:
         raise InputError(f"{OP}: student is {tuple(student.shape)}; needs (..., V) with one class or more.")
-    divergence.check_options(OP, Options(*args[3:]))
+    divergence.check_options(OP, options_of(args))
     divergence.check_targets(OP, args.target, tuple(student.shape[:1]), student.device)
     divergence.check_no_gradient(OP, teacher=teacher)
 
 
 def _raw_args(grads: Any, saved: Any, args: JsdArgs, needs: Any) -> JsdBackwardArgs:
     dloss, *_ = grads  # the others are no functions of the student
-    return JsdBackwardArgs(*saved, dloss, *args[3:])  # type: ignore[call-arg]
+    return JsdBackwardArgs(*saved, dloss, *options_of(args))  # type: ignore[call-arg]
 
 
 CONTRACT = register(
@@ -182,7 +188,7 @@ CONTRACT = register(
         gradient=Gradient(
             BACKWARD,
             inputs=("student",),
-            save=lambda args, outputs: (*args[:3], *outputs[1:]),
+            save=lambda args, outputs: (args.student, args.teacher, args.target, *outputs[1:]),
             raw_args=_raw_args,
         ),
         workloads=divergence_samples.WORKLOADS,

@@ -177,7 +177,9 @@ CONTRACT = register(
             BACKWARD,
             inputs=("input",),
             save=lambda args, outputs: (args.target,),
-            raw_args=lambda grads, saved, args, needs: KlDivBackwardArgs(*saved, *grads, *args[2:]),
+            raw_args=lambda grads, saved, args, needs: KlDivBackwardArgs(
+                saved[0], grads[0], args.log_target, args.reduction, args.batch
+            ),
         ),
         workloads=(
             Workload("llama3_4096", {"M": 4096, "N": 128256, "reduction": "batchmean"}),

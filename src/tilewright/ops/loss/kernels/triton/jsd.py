@@ -20,7 +20,7 @@ from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import exp
 from tilewright.ops.loss.divergence import Options
-from tilewright.ops.loss.jsd import BACKWARD, FORWARD, JsdArgs, JsdBackwardArgs
+from tilewright.ops.loss.jsd import BACKWARD, FORWARD, JsdArgs, JsdBackwardArgs, options_of
 from tilewright.ops.loss.kernels.triton.row_statistics import log
 from tilewright.ops.loss.kernels.triton.sum_rows import sum_rows
 from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST
@@ -208,7 +208,7 @@ def _kind(options: Options) -> str:
 )
 def launch(outs: tuple[Tensor, ...], args: JsdArgs, config: Config) -> None:
     loss, statistics, count = outs
-    student, teacher, options = as_rows(args.student), as_rows(args.teacher), Options(*args[3:])
+    student, teacher, options = as_rows(args.student), as_rows(args.teacher), options_of(args)
     target = None if args.target is None else args.target.contiguous()
     m, n = student.shape
     reduced = options.reduction != "none"
@@ -233,7 +233,7 @@ def launch(outs: tuple[Tensor, ...], args: JsdArgs, config: Config) -> None:
 )
 def launch_backward(outs: tuple[Tensor], args: JsdBackwardArgs, config: Config) -> None:
     (dx,) = outs
-    student, teacher, options = as_rows(args.student), as_rows(args.teacher), Options(*args[6:])
+    student, teacher, options = as_rows(args.student), as_rows(args.teacher), options_of(args)
     target, dloss = None if args.target is None else args.target.contiguous(), args.dloss.contiguous()
     count = args.row_count
     m, n = student.shape
