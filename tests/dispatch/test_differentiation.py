@@ -42,6 +42,7 @@ PROBLEMS = {
     "masked_softmax": [{**SCORES, "causal": True, "temperature": 2.0}, {**SCORES, "mask": "bias"}],
     "dropout": [{**ROWS, "p": 0.5, "residual": True}],
     "apply_rope": [ROTARY, {**ROTARY, "interleaved": True, "R": 4}],
+    "qk_norm_rope": [ROTARY, {**ROTARY, "interleaved": True, "R": 4, "offset": 1.0}],
     "matmul": [PRODUCT, {**PRODUCT, "bias": True, "c": True, "alpha": 0.5}, {**PRODUCT, "layout": "tt"}],
     "bmm": [{"B": 2, **PRODUCT}],
     "grouped_matmul": [{"G": 2, **PRODUCT}],

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from tilewright.ops.reduction.masked_softmax import masked_softmax
     from tilewright.ops.reduction.softmax import softmax
     from tilewright.ops.rope.apply_rope import apply_rope
+    from tilewright.ops.rope.qk_norm_rope import qk_norm_rope
     from tilewright.ops.sampling.apply_penalties import apply_penalties
     from tilewright.ops.sampling.greedy import greedy
     from tilewright.ops.sampling.sample import sample
@@ -147,6 +148,7 @@ __all__ = [
     "per_channel_cast_to_fp8",
     "per_tensor_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "qk_norm_rope",
     "quantize_weight",
     "relu2",
     "rms_norm",
@@ -228,7 +230,7 @@ _FAMILIES = {
         "per_token_cast_to_fp8",
     ),
     "reduction": ("dropout", "log_softmax", "logsumexp", "masked_softmax", "softmax"),
-    "rope": ("apply_rope",),
+    "rope": ("apply_rope", "qk_norm_rope"),
     "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
     "weight_only": ("block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"),
 }

@@ -7,9 +7,15 @@ from torch import Tensor
 
 from tilewright.dispatch import Contract, Cost, Gradient, RawOp, Sample, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
-from tilewright.dispatch.raw import OutputSpec
 from tilewright.ops import rows
-from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs, ApplyRopeBackwardArgs, RopeBucket, by_token, rope_bucket
+from tilewright.ops.rope.apply_rope.args import (
+    ApplyRopeArgs,
+    ApplyRopeBackwardArgs,
+    RopeBucket,
+    by_token_spec,
+    rope_bucket,
+    rotated_specs,
+)
 from tilewright.ops.rope.apply_rope.checks import check
 from tilewright.ops.rope.apply_rope.reference import reference
 from tilewright.ops.rope.apply_rope.samples import BAD_INPUTS, inputs
@@ -78,22 +84,6 @@ def _raw_backward(args: ApplyRopeBackwardArgs) -> tuple[Tensor, ...]:
     return vjp(lambda q, k: _raw(rotation._replace(q=q, k=k)), (args.dq, args.dk), (args.dq, args.dk))
 
 
-def _by_token_spec(x: Tensor) -> OutputSpec:
-    """Shape and dtype of `x`, laid out by token; packed tensors already are."""
-    if x.dim() == 3:
-        return x.shape, x.dtype
-    b, h, s, d = x.shape
-    return (b, h, s, d), x.dtype, (s * h * d, d, h * d, 1)
-
-
-def _outputs(args: ApplyRopeArgs) -> tuple[OutputSpec, ...]:
-    """Laid out by token if q is (k, if q has one head): the projection after attention then needs no copy."""
-    q, k = args.q, args.k
-    if by_token(q, k):
-        return _by_token_spec(q), _by_token_spec(k)
-    return (q.shape, q.dtype), (k.shape, k.dtype)
-
-
 KERNELS = ("triton.rope", "cutile.rope", "cpu.rope")
 
 FORWARD = RawOp(
@@ -102,7 +92,7 @@ FORWARD = RawOp(
     ApplyRopeArgs,
     package="tilewright.ops.rope",
     kernels=KERNELS,
-    outputs=_outputs,
+    outputs=lambda args: rotated_specs(args.q, args.k, args.q.dtype),
     reference=_raw,
     bucket=rope_bucket,
     bucket_names=RopeBucket._fields,
@@ -115,7 +105,7 @@ BACKWARD = RawOp(
     ApplyRopeBackwardArgs,
     package="tilewright.ops.rope",
     kernels=KERNELS,
-    outputs=lambda args: (_by_token_spec(args.dq), _by_token_spec(args.dk)),
+    outputs=lambda args: (by_token_spec(args.dq, args.dq.dtype), by_token_spec(args.dk, args.dk.dtype)),
     reference=_raw_backward,
     bucket=lambda args: rope_bucket(args.as_rotation()),
     bucket_names=RopeBucket._fields,

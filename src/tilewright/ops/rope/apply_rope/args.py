@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.raw import OutputSpec
 
 
 class ApplyRopeArgs(NamedTuple):
@@ -55,3 +57,21 @@ def by_token(*tensors: Tensor) -> bool:
     The stride of a single head says nothing: the first tensor with several heads decides.
     """
     return next((bool(x.stride(1) < x.stride(2)) for x in tensors if x.dim() == 4 and x.shape[1] > 1), False)
+
+
+def by_token_spec(x: Tensor, dtype: torch.dtype) -> OutputSpec:
+    """An output of the shape of `x`, laid out by token; packed tensors already are."""
+    if x.dim() == 3:
+        return x.shape, dtype
+    b, h, s, d = x.shape
+    return (b, h, s, d), dtype, (s * h * d, d, h * d, 1)
+
+
+def rotated_specs(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[OutputSpec, OutputSpec]:
+    """q' and k', laid out by token if q is (k, if q has one head).
+
+    The projection after attention then needs no copy.
+    """
+    if by_token(q, k):
+        return by_token_spec(q, dtype), by_token_spec(k, dtype)
+    return (q.shape, dtype), (k.shape, dtype)

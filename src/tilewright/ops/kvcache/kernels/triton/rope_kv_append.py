@@ -28,7 +28,7 @@ from tilewright.ops.kvcache.kernels.triton.slots import (
 from tilewright.ops.kvcache.rope_kv_append_ import FORWARD, RopeKvAppendArgs, RopeKvAppendBucket
 from tilewright.ops.norm.kernels.triton.column_sums import mean_of
 from tilewright.ops.quant.kernels.triton.numbers import as_stored, magnitude
-from tilewright.ops.rope.kernels.triton.rope import product
+from tilewright.ops.rope.kernels.triton.head_tiles import product
 from tilewright.ops.rows import no_float64
 
 

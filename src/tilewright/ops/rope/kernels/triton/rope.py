@@ -20,6 +20,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.rope.apply_rope import BACKWARD, FORWARD
 from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs, ApplyRopeBackwardArgs, RopeBucket, by_token
+from tilewright.ops.rope.kernels.triton.head_tiles import head_strides, is_single, product, tables, unit_stride
 from tilewright.ops.rows import no_float64
 
 FILL = 512  # minimum programs before tiles grow: about four for each SM of an H200
@@ -166,58 +167,28 @@ def _rotate_heads(
         tl.store(y + R + offs_rest, tl.load(x + R + offs_rest, mask=rest_mask), mask=rest_mask)
 
 
-@triton.jit
-def product(x, angle):
-    """x * angle in float32; rounded to their dtype if both have one, as the model does."""
-    product = x.to(tl.float32) * angle.to(tl.float32)
-    if x.dtype == angle.dtype:
-        product = product.to(x.dtype).to(tl.float32)
-    return product
-
-
 # A fused multiply-add would skip the rounding of one of the two products.
 _kernel = TritonKernel(_rope_kernel, enable_fp_fusion=False)
 
 
 def rotate(outs: tuple[Tensor, Tensor], args: ApplyRopeArgs, inverse: bool, config: Config) -> None:
     """Rotate q and k into `outs`; with `inverse` by the opposite angle."""
-    q, k, cos, sin, positions = _unit_stride(args.q), _unit_stride(args.k), args.cos, args.sin, args.positions
-    if cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    # Packed tokens, and sequences of one token each, are one sequence: the stride of the batch does not matter.
-    single = q.dim() == 3 or q.shape[2] == 1
+    q, k = unit_stride(args.q), unit_stride(args.k)
+    single = is_single(q)
+    cos, sin, positions, table_strides = tables(args, single)
     batch, s = (1, q.shape[0]) if single else (q.shape[0], q.shape[2])
     h, h_kv, d = q.shape[1], k.shape[1], q.shape[-1]
     r = args.rotary_dim or cos.shape[-1]
-    if positions is None:
-        table_strides, positions_strides = _strides(cos, single), (0, 0)
-    else:
-        table_strides, positions_strides = (0, cos.stride(0)), _strides(positions, single)
     tokens = min(config.tokens, triton.next_power_of_2(s))
     blocks, groups_q = triton.cdiv(s, tokens), triton.cdiv(h, config.heads)
     groups = groups_q + triton.cdiv(h_kv, config.heads)
     sizes = (s, h, h_kv, cos.shape[0], blocks, groups_q, groups)
-    strides = (*_head_strides(q, single), *_head_strides(k, single), *table_strides, cos.stride(-1), *positions_strides)
+    strides = (*head_strides(q, single), *head_strides(k, single), *table_strides)
     block_half, block_rest = triton.next_power_of_2(r // 2), triton.next_power_of_2(d - r) if r < d else 0
     layout = (args.interleaved, inverse, single or by_token(*outs))
     constants = (d, r, *layout, tokens, config.heads, block_half, block_rest)
     tensors = (*outs, q, k, cos, sin, positions)
     _kernel((batch * blocks * groups,), (*tensors, *sizes, *strides), constants, num_warps=config.num_warps)
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _head_strides(x: Tensor, single: bool) -> tuple[int, int, int]:
-    """Strides of batch, head and token."""
-    return (0, x.stride(1), x.stride(0)) if single else (x.stride(0), x.stride(1), x.stride(2))
-
-
-def _strides(rows: Tensor, single: bool) -> tuple[int, int]:
-    """Strides of batch and token.   rows: (B or 1, S, ...), or packed (T, ...)."""
-    first = rows.stride(0) if rows.shape[0] > 1 else 0
-    return (0, first) if single else (first, rows.stride(1))
 
 
 _TUNING = {
