@@ -46,7 +46,7 @@ from tilewright.ops.rope.qk_norm_rope import BACKWARD, FORWARD
 from tilewright.ops.rope.qk_norm_rope.args import QkNormRopeArgs, QkNormRopeBackwardArgs
 from tilewright.ops.rows import no_float64
 
-MAX_BLOCK = 1024  # elements of a head: 8 a thread at 4 warps in the backward
+MAX_BLOCK = 512  # elements of a head: 16 a thread at one warp
 
 
 class PersistentConfig(NamedTuple):
@@ -60,7 +60,7 @@ class PersistentConfig(NamedTuple):
 
 def _tile(elements: int, block: int) -> tuple[int, int]:
     """(tokens, heads) of a tile of so many elements."""
-    rows = max(1, elements // block)
+    rows = elements // block
     heads = min(rows, HEADS)
     return rows // heads, heads
 
@@ -70,13 +70,12 @@ def _block(bucket: RopeBucket) -> int:
 
 
 def configure(bucket: RopeBucket, dtype: torch.dtype) -> Config | None:
-    """16 elements a thread, and the largest tile that still gives every SM work."""
+    """16 elements a thread, in 4 warps where that still gives every SM work."""
     block = _block(bucket)
     if block > MAX_BLOCK:
         return None
-    tiles = [Config(*_tile(512 * warps, block), warps) for warps in (4, 2, 1) if 512 * warps >= block]
-    head_rows = bucket.T * (bucket.H + bucket.H_kv)
-    return next((c for c in tiles if head_rows >= FILL * c.tokens * c.heads), tiles[-1])
+    large = bucket.T * (bucket.H + bucket.H_kv) * block >= FILL * 2048
+    return Config(*_tile(2048, block), num_warps=4) if large else Config(*_tile(512, block), num_warps=1)
 
 
 def configure_backward(bucket: RopeBucket, dtype: torch.dtype) -> PersistentConfig | None:
@@ -108,7 +107,7 @@ def candidates_backward(bucket: RopeBucket, dtype: torch.dtype) -> tuple[Persist
     )
 
 
-_SIZES = [RopeBucket(t, 32, 8, 64 << i, 64) for t in (1, 128, 512, 1 << 20) for i in range(5)]
+_SIZES = [RopeBucket(t, 32, 8, 64 << i, 64) for t in (1, 1 << 20) for i in range(4)]
 
 
 @triton.jit
