@@ -25,7 +25,8 @@ from any_size_lowbits import (
 from any_size_moe import fused_moe, fused_moe_bias, moe_align, moved_rows, topk_sigmoid, topk_softmax
 from any_size_norms import group_norm, layer_norm, norm, norm_fp8, rms_norm_gated
 from any_size_optim import adamw, grad_norm
-from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, product_cost, tokens
+from any_size_parts import decoded, expert, floating, half, layer, part_of, product_cost, tokens
+from any_size_rope import apply_rope, qk_norm_rope
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
 
@@ -237,29 +238,6 @@ def linear_jsd(draw: Draw, model: Model) -> Sizes | None:
     return Sizes("lm_heads", sizes, half(draw), trained=m >= TRAINING_ROWS, **cost)
 
 
-def apply_rope(draw: Draw, model: Model) -> Sizes:
-    """Queries and keys of a batch, of decoding, or of packed sequences with positions."""
-    heads = part_of(draw, model.heads)
-    sizes: dict[str, Any] = {"H": heads, "H_kv": max(model.kv_heads * heads // model.heads, 1), "D": model.head_dim}
-    if model.rotary:
-        sizes["R"] = model.rotary
-    if model.name.startswith("glm4_"):
-        sizes["interleaved"] = True
-    kind = draw.below(10)
-    if kind < 3:
-        batch, length = decoded(draw), 1
-    else:
-        length = draw.pick(ODD + POWERS)
-        batch = draw.pick((1, 1, 2, 4, 8))
-    if kind == 9:
-        sizes |= {"T": length, "positions": length + 8}
-        batch = 1
-    else:
-        sizes |= {"B": batch, "S": length}
-    elements = 2 * batch * length * (heads + sizes["H_kv"]) * model.head_dim
-    return Sizes("heads", sizes, floating(draw), elements, trained=length >= TRAINING_ROWS)
-
-
 def token_cast(draw: Draw, model: Model) -> Sizes:
     """Activations before a layer, or between the layers of an MLP."""
     m, n = tokens(draw), draw.pick((model.hidden, part_of(draw, model.intermediate)))
@@ -355,6 +333,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "per_channel_cast_to_fp8": (1, channel_cast),
     "per_tensor_cast_to_fp8": (1, tensor_cast),
     "per_token_cast_to_fp8": (2, token_cast),
+    "qk_norm_rope": (2, qk_norm_rope),
     "quantize_weight": (1, quantize_weight),
     "relu2": (1, relu2),
     "rms_norm": (2, norm(2)),

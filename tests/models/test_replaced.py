@@ -52,7 +52,7 @@ FORMS = {
     ],
     "gemma2": [("input_layernorm", "ops.rms_norm, 1 + weight"), ("mlp", "ops.geglu, gelu_tanh(gate_proj) * up_proj")],
     "phi3": [("mlp", "ops.silu_and_mul, silu on the first half of gate_up_proj")],
-    "qwen3": [("self_attn.q_norm", "ops.rms_norm, cast then weight")],
+    "qwen3": [("self_attn", "q_norm, k_norm, apply_rotary_pos_emb -> ops.qk_norm_rope (half)")],
     "gpt_oss": [
         ("input_layernorm", "ops.rms_norm, weight in float32"),
         ("self_attn", "apply_rotary_pos_emb -> ops.apply_rope (half_once)"),

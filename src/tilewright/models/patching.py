@@ -60,7 +60,8 @@ def patch(
              beside their weights, which undo puts back; "fp8" is fp8=True.  Verified like float8
 
     `copy.deepcopy`, `pickle`, `torch.compile` and `state_dict` of a patched model work; a copy stays patched when the
-    original is undone. Hooks registered later on a norm that runs inside `add_rms_norm` do not fire.
+    original is undone. Hooks registered later on a norm that runs inside `add_rms_norm` or
+    `qk_norm_rope` do not fire.
 
     Raises PatchError if nothing can be replaced, the model is patched already or has no weights yet; VerificationError
     if accuracy is lost (the model is then as before); InputError for a wrong argument.

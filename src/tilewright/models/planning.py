@@ -2,7 +2,8 @@
 
 1. Every finder proposes a recipe for every module, or says why the module is left.
 2. In float8, an MLP whose three linear layers may all run in float8 is proposed as a whole.
-3. A decoder layer whose norms were recognised is proposed as one residual add and norm.
+3. A decoder layer whose norms were recognised is proposed as one residual add and norm; attention that rotates what its
+   own norms return, as norms and rotation in one.
 4. Each module gets the first proposal that the caller allows; every proposal becomes a row of the report.
 """
 
@@ -20,6 +21,7 @@ from tilewright.models import (
     linears,
     mlps,
     norms,
+    qk_norms,
     rotary,
     rotary_tables,
 )
@@ -46,7 +48,7 @@ def plan(model: nn.Module, mode: Mode, allowed: frozenset[str], backend: str | N
     heads = fp8_linears.heads(model) if fp8 else None
     proposals = _propose(model, mode, heads, backend)
     merged = frozenset[nn.Module]() if heads is None else _merge_fp8_mlps(proposals, allowed, backend)
-    _propose_add_norms(proposals, backend)
+    _propose_fused_norms(proposals, allowed, backend)
     return _choose(model, proposals, merged, mode, allowed)
 
 
@@ -89,11 +91,18 @@ def _merge_fp8_mlps(proposals: Proposals, allowed: frozenset[str], backend: str 
     return frozenset(merged)
 
 
-def _propose_add_norms(proposals: Proposals, backend: str | None) -> None:
-    """Step 3: append to `proposals` what decoder layers can fuse, given the recipes of their norms."""
+def _propose_fused_norms(proposals: Proposals, allowed: frozenset[str], backend: str | None) -> None:
+    """Step 3: append to `proposals` what decoder layers can fuse, given the recipes of their norms, and put rotations
+    with the norms before them in place of rotations alone.
+    """
     recipes = {m: p.recipe for m, answers in proposals.items() for p in answers if isinstance(p, Proposal)}
     for module, answers in proposals.items():
         answers += _ask(partial(decoder_layers.find, recipes=recipes, backend=backend), module)
+        alone = _proposal(answers, "rotary") if "qk_norm_rope" in allowed else None
+        if alone is not None and isinstance(alone.recipe, rotary.RotaryRecipe):
+            fused = qk_norms.find(module, alone.recipe, recipes, backend)
+            if fused is not None:
+                answers[answers.index(alone)] = fused
 
 
 def _choose(
@@ -102,7 +111,7 @@ def _choose(
     """Step 4.   merged: layers that a float8 MLP contains."""
     rows: list[Row] = []
     chosen: dict[nn.Module, Proposal] = {}
-    fused_norms: set[nn.Module] = set()  # a layer comes before its norms in `named_modules`
+    fused_norms: dict[nn.Module, str] = {}  # a layer comes before its norms in `named_modules`
     for path, module in model.named_modules():
         row = partial(Row, path, type(module).__name__)
         if module in merged:
@@ -117,10 +126,12 @@ def _choose(
                 rows.append(row(answer.kind, "left", "something else in this module was replaced"))
             else:
                 chosen[module] = answer
-                note = ", within its layer's ops.add_rms_norm" if module in fused_norms else ""
-                rows.append(row(answer.kind, "replaced", answer.text + note))
+                rows.append(row(answer.kind, "replaced", answer.text + fused_norms.get(module, "")))
                 if isinstance(answer.recipe, decoder_layers.AddNormRecipe):
-                    fused_norms.add(getattr(module, answer.recipe.norm2))
+                    fused_norms[getattr(module, answer.recipe.norm2)] = ", within its layer's ops.add_rms_norm"
+                if isinstance(answer.recipe, qk_norms.QkNormRotaryRecipe):
+                    for norm in (answer.recipe.q_norm, answer.recipe.k_norm):
+                        fused_norms[getattr(module, norm)] = ", within its attention's ops.qk_norm_rope"
                 if isinstance(answer.recipe, LossRecipe):  # a model comes before its head, which nothing else takes
                     proposals[getattr(module, answer.recipe.head)] = [losses.HEAD]
     return Plan(rows, chosen)

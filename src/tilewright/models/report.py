@@ -10,7 +10,7 @@ Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention", 
 OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
     "norm": ("rms_norm", "layer_norm"),
     "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
-    "rotary": ("apply_rope",),
+    "rotary": ("apply_rope", "qk_norm_rope"),
     "add_norm": ("add_rms_norm",),
     "linear": ("matmul",),
     "experts": ("fused_moe", "fused_moe_bias"),

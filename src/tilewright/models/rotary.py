@@ -4,7 +4,7 @@ Model code calls a function of its own file, such as `apply_rotary_pos_emb`, fro
 Rebinding that name in the file would change every model of the family in the process. Instead the instance's class
 gets a copy of forward with its own copy of the globals, in which this one name is ours; the original function and its
 file are not touched. A function is replaced only after it reproduced, on random q, k, cos and sin, one of the styles
-below; each style is one way to call `ops.apply_rope`.
+below; each style is one way to call `ops.apply_rope`, or, on a table that brings norms with it, `ops.qk_norm_rope`.
 """
 
 import functools
@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,15 @@ _STYLES: dict[Layout, tuple[Style, ...]] = {
     "once": ("half_once",),
     "complex": ("complex",),
 }
+
+
+class NormedTable(NamedTuple):
+    """A table of cosines, and the norms that q and k have still to go through: their weights and options."""
+
+    cos: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,25 +119,32 @@ def _replacement(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """A function with the original's parameters that rotates by `ops.apply_rope`."""
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if stays_with_torch("apply_rope", q, backend):
+    def rotate(
+        q: Tensor, k: Tensor, cos: Tensor | NormedTable, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        rope: Callable[..., tuple[Tensor, Tensor]] = functools.partial(ops.apply_rope, backend=backend)
+        if isinstance(cos, NormedTable):
+            cos, *weights, options = cos
+            norms = dict(zip(("q_weight", "k_weight"), weights, strict=True)) | options
+            rope = functools.partial(ops.qk_norm_rope, **norms, backend=backend)
+        elif stays_with_torch("apply_rope", q, backend):
             result: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
             return result
         heads_dim = {**dict(zip(rest, args, strict=False)), **kwargs}.get("unsqueeze_dim", 1)
         if heads_dim == 2:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         if style == "half":
-            q, k = ops.apply_rope(q, k, cos, sin, backend=backend)
+            q, k = rope(q, k, cos=cos, sin=sin)
         elif style == "half_once":
-            q, k = ops.apply_rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1], backend=backend)
+            q, k = rope(q, k, cos=cos, sin=sin, rotary_dim=2 * cos.shape[-1])
         elif style == "interleaved":
-            q, k = ops.apply_rope(q, k, cos, sin, interleaved=True, backend=backend)
+            q, k = rope(q, k, cos=cos, sin=sin, interleaved=True)
         elif style == "repeated":
             width = cos.shape[-1]
             cos, sin = cos[..., ::2], sin[..., ::2]
-            q, k = ops.apply_rope(q, k, cos, sin, interleaved=True, rotary_dim=width, backend=backend)
+            q, k = rope(q, k, cos=cos, sin=sin, interleaved=True, rotary_dim=width)
         else:
-            q, k = ops.apply_rope(_halves(q), _halves(k), cos, sin, backend=backend)
+            q, k = rope(_halves(q), _halves(k), cos=cos, sin=sin)
         return (q.transpose(1, 2), k.transpose(1, 2)) if heads_dim == 2 else (q, k)
 
     def rotate_complex(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

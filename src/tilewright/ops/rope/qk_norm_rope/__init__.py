@@ -154,7 +154,8 @@ def _backward_args(
         absent = dy is None or not need
         dys.append(no_heads if absent else dy)
         heads.append(x.narrow(1, 0, 0) if absent else x)
-    return QkNormRopeBackwardArgs(*dys, *heads, *saved[2:], *args[7:], needs.q_weight or needs.k_weight)
+    need_dweight = needs.q_weight or needs.k_weight
+    return QkNormRopeBackwardArgs._make((*dys, *heads, *saved[2:], *args[7:], need_dweight))
 
 
 def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -167,7 +168,7 @@ def _empty_gradients(
     grads: tuple[Any, ...], saved: tuple[Any, ...], args: QkNormRopeArgs, needs: QkNormRopeArgs
 ) -> dict[str, Tensor]:
     """Gradients of a q or k that has no heads itself, and of its weight."""
-    results = {}
+    results: dict[str, Tensor] = {}
     for name, dy, x, weight in zip("qk", grads, saved[:2], saved[2:4], strict=True):
         if dy is not None and not dy.shape[1]:
             results |= {name: torch.empty_like(x)} if getattr(needs, name) else {}
