@@ -46,7 +46,7 @@ from tilewright.ops.rope.qk_norm_rope import BACKWARD, FORWARD
 from tilewright.ops.rope.qk_norm_rope.args import QkNormRopeArgs, QkNormRopeBackwardArgs
 from tilewright.ops.rows import no_float64
 
-MAX_BLOCK = 512  # elements of a head: 16 a thread at one warp
+MAX_D = 512  # 16 elements of a head a thread at one warp
 
 
 class PersistentConfig(NamedTuple):
@@ -65,49 +65,52 @@ def _tile(elements: int, block: int) -> tuple[int, int]:
     return rows // heads, heads
 
 
-def _block(bucket: RopeBucket) -> int:
-    return max(64, triton.next_power_of_2(bucket.D))
-
-
 def configure(bucket: RopeBucket, dtype: torch.dtype) -> Config | None:
-    """16 elements a thread, in 4 warps where that still gives every SM work."""
-    block = _block(bucket)
-    if block > MAX_BLOCK:
+    """16 elements a thread of what is rotated, 8 of each half, which are 16 bytes at bf16.
+
+    4 warps where that still gives every SM work.
+    """
+    width = triton.next_power_of_2(bucket.D)
+    if width > MAX_D:
         return None
+    block = max(64, min(triton.next_power_of_2(bucket.R), width), width // 2)
     large = bucket.T * (bucket.H + bucket.H_kv) * block >= FILL * 2048
     return Config(*_tile(2048, block), num_warps=4) if large else Config(*_tile(512, block), num_warps=1)
 
 
 def configure_backward(bucket: RopeBucket, dtype: torch.dtype) -> PersistentConfig | None:
-    """8 elements of x and of dy a thread, and 16 warps an SM."""
-    block = _block(bucket)
-    return None if block > MAX_BLOCK else PersistentConfig(*_tile(1024, block), num_warps=4, ctas_per_sm=4)
+    """16 bytes of each half of x and of dy a thread, and 16 warps an SM, which at bf16 have 128 registers each."""
+    block = max(64, triton.next_power_of_2(bucket.D))
+    elements = 2048 if dtype.itemsize == 2 else 1024
+    return None if block > MAX_D else PersistentConfig(*_tile(elements, block), num_warps=4, ctas_per_sm=4)
 
 
 def candidates(bucket: RopeBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 4 to 32 elements a thread, and few or many heads a tile."""
-    block = _block(bucket)
+    width = triton.next_power_of_2(bucket.D)
     return tuple(
         Config(tokens, heads, warps)
         for warps in (1, 2, 4, 8)
         for heads in (1, 2, 4, 8)
         for tokens in (1, 2, 4, 8)
-        if tokens <= bucket.T and heads <= bucket.H and block <= MAX_BLOCK
-        if 4 <= tokens * heads * block // (32 * warps) <= 32
+        if tokens <= bucket.T and heads <= bucket.H and width <= MAX_D
+        if 4 <= tokens * heads * width // (32 * warps) <= 32
     )
 
 
 def candidates_backward(bucket: RopeBucket, dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
     """Configurations with 4 to 16 elements of x and of dy a thread."""
+    width = triton.next_power_of_2(bucket.D)
     return tuple(
         PersistentConfig(*tile, ctas_per_sm)
         for tile in candidates(bucket, dtype)
         for ctas_per_sm in (1, 2, 4, 8)
-        if tile.tokens * tile.heads * _block(bucket) <= 512 * tile.num_warps and 8 <= ctas_per_sm * tile.num_warps <= 32
+        if tile.tokens * tile.heads * width <= 512 * tile.num_warps and 8 <= ctas_per_sm * tile.num_warps <= 32
     )
 
 
-_SIZES = [RopeBucket(t, 32, 8, 64 << i, 64) for t in (1, 1 << 20) for i in range(4)]
+_WIDTHS = (torch.bfloat16, torch.float32)
+_SIZES = [RopeBucket(t, 32, 8, 64 << i, 64 << i) for t in (1, 1 << 20) for i in range(4)]
 
 
 @triton.jit
@@ -150,7 +153,7 @@ def _norm_and_rotate(
     h = head.to(tl.int64)[None, :, None]
     mask = (t < S) & (h < H)
     x1, x2, x3 = load_heads(x + t * x_s + h * x_h, mask, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
-    w1, w2, w3 = _load_weight(weight, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+    w1, w2, w3 = _load_weight(weight, token.shape[0], head.shape[0], D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
     # Normalise, and round as the models do
     rstd = _rstd(x1, x2, x3, mask, eps, D, R)
     n1 = _weighted(x1, rstd, w1, offset, y, FP32_WEIGHT)
@@ -165,11 +168,12 @@ def _norm_and_rotate(
 
 @triton.jit
 def _load_weight(
-    weight, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    weight, TOKENS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    one = tl.zeros((1, 1, 1), tl.int32)
-    w1, w2, w3 = load_heads(weight + one, one == 0, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+    """The weight in float32, once for each head of a tile: from L1 after the first head, so threads exchange none."""
+    each = tl.zeros((TOKENS, HEADS, 1), tl.int32)
+    w1, w2, w3 = load_heads(weight + each, each == 0, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
     return w1.to(tl.float32), w2.to(tl.float32), w3.to(tl.float32)
 
 
@@ -221,7 +225,7 @@ def _backward_tiles(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the tiles of q, or of k, and its partial gradient of the weight."""
-    w1, w2, w3 = _load_weight(weight, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+    w1, w2, w3 = _load_weight(weight, TOKENS, HEADS, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
     w1, w2, w3 = w1 + offset, w2 + offset, w3 + offset
     dw1 = tl.zeros((TOKENS, HEADS, BLOCK_HALF), tl.float32)
     dw2 = tl.zeros((TOKENS, HEADS, BLOCK_HALF), tl.float32)
@@ -327,7 +331,7 @@ def launch(outs: tuple[Tensor, Tensor], args: QkNormRopeArgs, config: Config) ->
     BACKWARD,
     configure=configure_backward,
     config_type=PersistentConfig,
-    configs=tuple(dict.fromkeys(configure_backward(sizes, torch.bfloat16) for sizes in _SIZES)),
+    configs=tuple(dict.fromkeys(configure_backward(sizes, dtype) for dtype in _WIDTHS for sizes in _SIZES)),
     candidates=candidates_backward,
     why_not=lambda args: no_float64(*args),
 )
