@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from tests.models.zoo import build
 from torch import Tensor, nn
 
-from tilewright.models import decoder_layers, mlps, norms, patch, rotary
+from tilewright.models import decoder_layers, mlps, norms, patch
+from tilewright.models.rotary import functions
 from tilewright.models.stand_in import NotReplaceable
 
 
@@ -236,7 +237,7 @@ def test_wrong_rotation_is_left() -> None:
     with pytest.raises(
         NotReplaceable, match=r"apply_rotary_with_the_wrong_sign\(q, k, cos, sin\) is none of the rotations"
     ):
-        rotary.find(Attention(), frozenset(), None)
+        functions.find(Attention(), frozenset(), None)
 
 
 def test_scaled_residual_is_left() -> None:

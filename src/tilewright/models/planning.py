@@ -21,12 +21,11 @@ from tilewright.models import (
     linears,
     mlps,
     norms,
-    qk_norms,
-    rotary,
-    rotary_tables,
 )
 from tilewright.models.moe import experts, routers, scored_blocks
 from tilewright.models.report import Row
+from tilewright.models.rotary import functions, qk_norms
+from tilewright.models.rotary import tables as rotary_tables
 from tilewright.models.stand_in import NotReplaceable, Proposal
 from tilewright.models.training import losses
 from tilewright.models.training.head import LossRecipe
@@ -71,7 +70,7 @@ def _propose(model: nn.Module, mode: Mode, heads: frozenset[nn.Module] | None, b
         if not any(isinstance(answer, Proposal) for answer in fp8):
             answers += _ask(partial(linears.find, backend=backend), module)
         nearest = rotary_tables.nearest(path, tables)
-        answers += _ask(partial(rotary.find, tables=nearest, backend=backend), module)
+        answers += _ask(partial(functions.find, tables=nearest, backend=backend), module)
         proposals[module] = answers
     return proposals
 
@@ -99,7 +98,7 @@ def _propose_fused_norms(proposals: Proposals, allowed: frozenset[str], backend:
     for module, answers in proposals.items():
         answers += _ask(partial(decoder_layers.find, recipes=recipes, backend=backend), module)
         alone = _proposal(answers, "rotary") if "qk_norm_rope" in allowed else None
-        if alone is not None and isinstance(alone.recipe, rotary.RotaryRecipe):
+        if alone is not None and isinstance(alone.recipe, functions.RotaryRecipe):
             fused = qk_norms.find(module, alone.recipe, recipes, backend)
             if fused is not None:
                 answers[answers.index(alone)] = fused

@@ -160,8 +160,8 @@ def _backward_args(
 
 def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Replace gradients of no heads, and of their weight, by None."""
-    present = [bool(g.shape[1]) for g in grads[:2]]
-    return tuple(g if there else None for g, there in zip(grads, 2 * present, strict=True))
+    heads = [g.shape[1] for g in grads[:2]]
+    return tuple(g if n else None for g, n in zip(grads, 2 * heads, strict=True))
 
 
 def _empty_gradients(

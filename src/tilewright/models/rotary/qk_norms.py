@@ -5,7 +5,7 @@
 is what attention of Qwen3, Gemma 3 and their descendants begins with.  Apart, q and k are read and written twice;
 fused, once.  Attention's forward stays its own code: in a copy of it the norms are another attribute, which returns its
 argument, and the table of cosines that the caller passes brings the norms' weights along, to the rotation that
-`rotary` put into the copy.  A stand-in runs both ways before anything is replaced, so a layer that norms and does not
+`functions` put into the copy.  A stand-in runs both ways before anything is replaced, so a layer that norms and does not
 rotate (every fourth of Exaone 4), one that rotates first, and one whose norm spans all heads (OLMo 2) are left.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from tilewright.models.cpu_sizes import stays_with_torch
 from tilewright.models.norms import RmsNormRecipe
-from tilewright.models.rotary import NormedTable, RotaryRecipe, Style
-from tilewright.models.rotary_tables import Layout, example
+from tilewright.models.rotary.functions import NormedTable, RotaryRecipe, Style
+from tilewright.models.rotary.tables import Layout, example
 from tilewright.models.specialise import Patched, Recipe, specialise
 from tilewright.models.stand_in import (
     Match,
@@ -55,21 +55,21 @@ class QkNormRotaryRecipe:
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """A forward with the parameters of `cls.forward`."""
-        apart = self.rotary.build(cls)
-        together = _without_calls(apart, (self.q_norm, self.k_norm))
+        unfused = self.rotary.build(cls)
+        fused = _without_calls(unfused, (self.q_norm, self.k_norm))
         q_norm, k_norm, norm, place, backend = self.q_norm, self.k_norm, self.norm, self.place, self.backend
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             tables = args[place] if place < len(args) else kwargs.get(_TABLES)
             if tables is None or stays_with_torch("qk_norm_rope", tables[0], backend):
-                return apart(self, *args, **kwargs)
+                return unfused(self, *args, **kwargs)
             first, second = getattr(self, q_norm), getattr(self, k_norm)
             options = {"eps": getattr(first, norm.eps), "offset": norm.offset, "fp32_weight": norm.fp32_weight}
             cos, sin = tables
             normed = NormedTable(cos, getattr(first, norm.weight), getattr(second, norm.weight), options), sin
             if place < len(args):
-                return together(self, *args[:place], normed, *args[place + 1 :], **kwargs)
-            return together(self, *args, **{**kwargs, _TABLES: normed})
+                return fused(self, *args[:place], normed, *args[place + 1 :], **kwargs)
+            return fused(self, *args, **{**kwargs, _TABLES: normed})
 
         return forward
 
@@ -167,9 +167,11 @@ def _reproduces(module: nn.Module, fused: QkNormRotaryRecipe) -> Match | None:
             def run(forward: Callable[..., Any], tables: Any = tables, options: Any = options) -> Any:
                 return forward(clone, x, **options, **{_TABLES: tables})[0]
 
-            apart, together = fused.rotary.build(type(module)), type(clone).forward
+            unfused = fused.rotary.build(type(module))
             try:
-                verdicts.append(run_both("rotary", partial(run, apart), partial(call, "rotary", run, together)))
+                verdicts.append(
+                    run_both("rotary", partial(run, unfused), partial(call, "rotary", run, type(clone).forward))
+                )
             except NotReplaceable:
-                return None  # what cannot be fused stays as `rotary` proposed it
+                return None  # what cannot be fused stays as `functions` proposed it
     return weakest(verdicts)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.models.cpu_sizes import stays_with_torch
-from tilewright.models.rotary_tables import Layout, Tables, example
+from tilewright.models.rotary.tables import Layout, Tables, example
 from tilewright.models.stand_in import Match, NotReplaceable, Proposal, obstacle, placement, probing, run_both, weakest
 
 # Pairs of elements (i, i + R/2):
