@@ -5,8 +5,8 @@
 is what attention of Qwen3, Gemma 3 and their descendants begins with.  Apart, q and k are read and written twice;
 fused, once.  Attention's forward stays its own code: in a copy of it the norms are another attribute, which returns its
 argument, and the table of cosines that the caller passes brings the norms' weights along, to the rotation that
-`functions` put into the copy.  A stand-in runs both ways before anything is replaced, so a layer that norms and does not
-rotate (every fourth of Exaone 4), one that rotates first, and one whose norm spans all heads (OLMo 2) are left.
+`functions` put into the copy.  A stand-in runs both ways before anything is replaced, so a layer that norms and does
+not rotate (every fourth of Exaone 4), one that rotates first, and one whose norm spans all heads (OLMo 2) are left.
 """
 
 import inspect
