@@ -46,7 +46,7 @@ from tilewright.ops.rope.qk_norm_rope import BACKWARD, FORWARD
 from tilewright.ops.rope.qk_norm_rope.args import QkNormRopeArgs, QkNormRopeBackwardArgs
 from tilewright.ops.rows import no_float64
 
-MAX_D = 512  # 16 elements of a head a thread at one warp
+MAX_D = 512  # 32 elements a thread in the forward
 
 
 class PersistentConfig(NamedTuple):
@@ -66,14 +66,14 @@ def _tile(elements: int, block: int) -> tuple[int, int]:
 
 
 def configure(bucket: RopeBucket, dtype: torch.dtype) -> Config | None:
-    """16 elements a thread of what is rotated, 8 of each half, which are 16 bytes at bf16.
+    """16 elements a thread of what is rotated, 8 of each half, which are 16 bytes at bf16; 32 of longer heads.
 
     4 warps where that still gives every SM work.
     """
     width = triton.next_power_of_2(bucket.D)
     if width > MAX_D:
         return None
-    block = max(64, min(triton.next_power_of_2(bucket.R), width), width // 2)
+    block = min(max(64, triton.next_power_of_2(bucket.R), width // 2), 256)
     large = bucket.T * (bucket.H + bucket.H_kv) * block >= FILL * 2048
     return Config(*_tile(2048, block), num_warps=4) if large else Config(*_tile(512, block), num_warps=1)
 
@@ -81,7 +81,7 @@ def configure(bucket: RopeBucket, dtype: torch.dtype) -> Config | None:
 def configure_backward(bucket: RopeBucket, dtype: torch.dtype) -> PersistentConfig | None:
     """16 bytes of each half of x and of dy a thread, and 16 warps an SM, which at bf16 have 128 registers each."""
     block = max(64, triton.next_power_of_2(bucket.D))
-    elements = 2048 if dtype.itemsize == 2 else 1024
+    elements = max(2048 if dtype.itemsize == 2 else 1024, HEADS * block)
     return None if block > MAX_D else PersistentConfig(*_tile(elements, block), num_warps=4, ctas_per_sm=4)
 
 
