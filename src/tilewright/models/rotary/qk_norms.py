@@ -159,19 +159,23 @@ def _reproduces(module: nn.Module, fused: QkNormRotaryRecipe) -> Match | None:
         clone.__class__ = specialise(type(module), fused)
         d = getattr(children[fused.q_norm], fused.norm.weight).numel()
         x = torch.randn(2, 5, _WIDTH, device=device, dtype=dtype)
+        unfused = fused.rotary.build(type(module))
         for batch, cache in ((2, None), (1, _Cache())):
             tables = example(_LAYOUTS[style], (batch, 5, d // 2), device, dtype)
             options: dict[str, Any] = {name: None for name in required if name != _TABLES}
             options |= {"past_key_values": cache} if "past_key_values" in parameters else {}
-
-            def run(forward: Callable[..., Any], tables: Any = tables, options: Any = options) -> Any:
-                return forward(clone, x, **options, **{_TABLES: tables})[0]
-
-            unfused = fused.rotary.build(type(module))
+            by_place = fused.place == 1 and cache is None
+            call_args = (clone, x, tables) if by_place else (clone, x)
+            options |= {} if by_place else {_TABLES: tables}
             try:
-                verdicts.append(
-                    run_both("rotary", partial(run, unfused), partial(call, "rotary", run, type(clone).forward))
-                )
+                expected = partial(_attended, unfused, *call_args, **options)
+                got = partial(call, "rotary", _attended, type(clone).forward, *call_args, **options)
+                verdicts.append(run_both("rotary", expected, got))
             except NotReplaceable:
                 return None  # what cannot be fused stays as `functions` proposed it
     return weakest(verdicts)
+
+
+def _attended(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The first result of attention, without the weights."""
+    return forward(*args, **kwargs)[0]
