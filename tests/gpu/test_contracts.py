@@ -97,5 +97,7 @@ def test_promises_are_exercised_on_some_case(name):
     promised = {"guard_bands"}
     promised |= {"batch_invariance"} if subject.promises.batch_invariant and subject.batch_dim is not None else set()
     promised |= {"out"} if subject.forward.torch_out is not None else set()
-    made = check(name, modes=sorted(promised), backend=portable(name), dtype=subject.dtypes[-1], device="cuda").require()
+    made = check(
+        name, modes=sorted(promised), backend=portable(name), dtype=subject.dtypes[-1], device="cuda"
+    ).require()
     assert {r.mode for r in made.results if r.status == "passed"} == promised, str(made)
