@@ -59,7 +59,8 @@ def _kl_div_kernel(
     if LOG_TARGET:
         loss = exp(t_fp32, PRECISE) * (t_fp32 - x_fp32)
     else:
-        loss = tl.where(t_fp32 == 0.0, 0.0, t_fp32 * log(t_fp32)) - t_fp32 * x_fp32
+        log_t = log(t_fp32) if PRECISE else tl.log(t_fp32)
+        loss = tl.where(t_fp32 == 0.0, 0.0, t_fp32 * log_t) - t_fp32 * x_fp32
     if REDUCE:
         tl.store(losses + tl.program_id(0), tl.sum(tl.where(mask, loss, 0.0), 0))
     else:
