@@ -15,8 +15,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.exponential import exp
-from tilewright.ops.loss.kernels.triton.row_statistics import log
+from tilewright.ops.exponential import exp, log
 from tilewright.ops.loss.kernels.triton.sum_rows import sum_parts
 from tilewright.ops.loss.kl_div import BACKWARD, FORWARD, KlDivArgs, KlDivBackwardArgs, divisor
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
