@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tilewright.engine.draft import DraftModel
+from tilewright.engine.drafter import DeviceDrafter, Drafter
 from tilewright.engine.generation import Generation, Output, Piece
 from tilewright.engine.grammar import Grammars, Matcher
 from tilewright.engine.inputs import Sizes
@@ -17,7 +19,7 @@ from tilewright.engine.lookup import PromptLookup
 from tilewright.engine.model import PagedModel
 from tilewright.engine.pages import PagePool
 from tilewright.engine.params import SamplingParams
-from tilewright.engine.prompts import Prompt, check_params, is_tokens, load, tokens_of
+from tilewright.engine.prompts import Prompt, check_params, is_tokens, load, load_draft, longest_context, tokens_of
 from tilewright.engine.runner import Results, Runner
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence, Status
@@ -48,6 +50,9 @@ class Engine:
     speculation   "prompt_lookup": up to num_draft_tokens tokens that followed the newest ones where they stood before
                   are computed beside them.  Tokens are those without speculation; requests that change logits draft
                   none.  Drafts are of tokens that the host has read, so no step is queued ahead.
+    draft_model   instead of `speculation`, a smaller model with the same vocabulary, or its folder, that draws up to
+                  num_draft_tokens tokens for the model to compute in one pass.  Tokens are those without it.  Its keys
+                  and values lie in the same pages.
 
     A request's keys and values lie in pages.  Prompts that begin alike share pages; new requests join between steps; a
     prompt is computed in chunks beside the steps of others; where pages are short the youngest request waits and
@@ -77,6 +82,7 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         speculation: str | None = None,
         num_draft_tokens: int = 4,
+        draft_model: Any = None,
     ) -> None:
         numbers = {"max_batch": max_batch, "page_size": page_size, "step_tokens": step_tokens}
         for name, value in (numbers | {"num_draft_tokens": num_draft_tokens}).items():
@@ -86,7 +92,9 @@ class Engine:
             raise InputError(f"Engine: kv_dtype is {kv_dtype}; it is None, for that of the model, or float8_e4m3fn.")
         if speculation not in (None, "prompt_lookup"):
             raise InputError(f"Engine: speculation is {speculation!r}; it is None or 'prompt_lookup'.")
-        drafts = 0 if speculation is None else num_draft_tokens
+        if speculation is not None and draft_model is not None:
+            raise InputError("Engine: speculation='prompt_lookup' and draft_model exclude each other; give one.")
+        drafts = 0 if speculation is None and draft_model is None else num_draft_tokens
         if isinstance(model, str):
             model, tokenizer = load(model, tokenizer, device, dtype)
         self.tokenizer = tokenizer
@@ -94,16 +102,17 @@ class Engine:
         self.device = self._model.device
         if graphs and self.device.type != "cuda":
             raise InputError(f"Engine: graphs=True needs a CUDA device; the model is on {self.device}.")
-        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192
-        self.max_context = min(longest, 8192) if max_context is None else max_context
-        if not 2 <= self.max_context <= longest:
-            raise InputError(f"Engine: max_context is {self.max_context}; this model takes 2 to {longest}.")
-        pages = self._pages(cache_tokens, max_batch, page_size, kv_dtype)
+        draft = None if draft_model is None else load_draft(draft_model, self._model, tokenizer, dtype)
+        models = [self._model] if draft is None else [self._model, draft]
+        self.max_context = longest_context(models, max_context)
+        pages = self._pages(models, cache_tokens, max_batch, page_size, kv_dtype)
         tokens = max(step_tokens, max_batch * (1 + drafts))
         sizes = Sizes(tokens, max_batch, -(-self.max_context // page_size), drafts)
         self._scheduler = Scheduler(PagePool(pages, page_size), max_batch, sizes.step_tokens, drafts)
-        self._model.allocate(pages, page_size, kv_dtype)
-        self._runner = Runner(self._model, sizes, graphs)
+        for each in models:
+            each.allocate(pages, page_size, kv_dtype)
+        self._runner = Runner(self._model, sizes, graphs, None if draft is None else DraftModel(draft, sizes))
+        self._new_drafter: type[Drafter] = PromptLookup if draft is None else DeviceDrafter
         self._stops, _ = checks.special_tokens(model.generation_config, None, None)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._generations: dict[Sequence, Generation] = {}
@@ -138,8 +147,8 @@ class Engine:
             )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
-        lookup = PromptLookup() if self._scheduler.drafts and params.may_draft else None
-        sequence = Sequence(tokens, params, seed, stops, lookup, self._matcher(params))
+        drafter = self._new_drafter() if self._scheduler.drafts and params.may_draft else None
+        sequence = Sequence(tokens, params, seed, stops, drafter, self._matcher(params))
         generation = Generation(sequence, self.tokenizer, self._wake)
         with self._news:
             if self._failure is not None:
@@ -220,7 +229,9 @@ class Engine:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Numbers of this moment: requests that run and wait, pages held and idle, preemptions so far."""
+        """Numbers of this moment: requests that run and wait, pages held and idle; and so far: preemptions, speculated
+        tokens, and those of them that were accepted.
+        """
         scheduler = self._scheduler
         return {
             "running": len(scheduler.running),
@@ -229,6 +240,8 @@ class Engine:
             "pages_held": scheduler.pool.held,
             "pages_idle": scheduler.pool.idle,
             "preemptions": scheduler.preemptions,
+            "draft_tokens": scheduler.draft_tokens,
+            "accepted_tokens": scheduler.accepted_tokens,
         }
 
     # The engine's thread.
@@ -344,8 +357,15 @@ class Engine:
                 self._grammars = Grammars(self.tokenizer, self._vocabulary, sorted(self._stops))
         return self._grammars.matcher(params.grammar)
 
-    def _pages(self, cache_tokens: int | None, max_batch: int, page_size: int, kv_dtype: torch.dtype | None) -> int:
-        """Number of pages of the cache."""
+    def _pages(
+        self,
+        models: Sequences[PagedModel],
+        cache_tokens: int | None,
+        max_batch: int,
+        page_size: int,
+        kv_dtype: torch.dtype | None,
+    ) -> int:
+        """Number of pages of the cache, each for the same tokens of all `models`."""
         most = max_batch * -(-self.max_context // page_size)
         if cache_tokens is not None:
             if cache_tokens < page_size:
@@ -355,7 +375,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             room = int(_SHARE * torch.cuda.mem_get_info(self.device)[0])
-        pages = room // (self._model.bytes_per_token(kv_dtype) * page_size)
+        pages = room // (sum(model.bytes_per_token(kv_dtype) for model in models) * page_size)
         if pages < 1:
             raise InputError(f"Engine: {room} bytes of memory hold no page of {page_size} tokens.")
         return min(most, pages)

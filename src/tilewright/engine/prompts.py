@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilewright.engine.model import PagedModel
 from tilewright.engine.params import SamplingParams
 from tilewright.errors import InputError
 
@@ -20,6 +21,48 @@ def load(folder: str, tokenizer: Any, device: str | torch.device | None, dtype: 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
     return model, AutoTokenizer.from_pretrained(folder) if tokenizer is None else tokenizer
+
+
+def load_draft(draft_model: Any, target: PagedModel, tokenizer: Any, dtype: torch.dtype | str) -> PagedModel:
+    """The model that drafts for `target`, given or from a folder.   tokenizer: the engine's.
+
+    Raises InputError for another device or vocabulary than the target's, and for models that `PagedModel` refuses.
+    """
+    if isinstance(draft_model, str):
+        draft_model, its = load(draft_model, None, target.device, dtype)
+        if hasattr(tokenizer, "get_vocab") and its.get_vocab() != tokenizer.get_vocab():
+            raise InputError("Engine: the tokenizer of draft_model has another vocabulary than that of the model.")
+    try:
+        draft = PagedModel(draft_model)
+    except InputError as error:
+        raise InputError(f"Engine: draft_model: {error}") from error
+    for what, its, needed in (
+        ("is on", draft.device, target.device),
+        ("has a vocabulary of", draft.vocabulary, target.vocabulary),
+        ("has embeddings of", _embeddings(draft), _embeddings(target)),
+    ):
+        if its != needed:
+            raise InputError(f"Engine: draft_model {what} {its}; the model {what} {needed}, and both have to agree.")
+    return draft
+
+
+def _embeddings(model: PagedModel) -> int:
+    count: int = model.model.get_input_embeddings().num_embeddings
+    return count
+
+
+def longest_context(models: Sequence[PagedModel], max_context: int | None) -> int:
+    """Tokens of a prompt and its answer: by default what all models take, at most 8192.
+
+    Raises InputError for more than they take.
+    """
+    configs = [model.model.config.get_text_config(decoder=True) for model in models]
+    longest = min(getattr(config, "max_position_embeddings", None) or 8192 for config in configs)
+    context = min(longest, 8192) if max_context is None else max_context
+    if not 2 <= context <= longest:
+        which = "this model takes" if len(models) == 1 else "this model and its draft_model take"
+        raise InputError(f"Engine: max_context is {context}; {which} 2 to {longest}.")
+    return context
 
 
 def is_tokens(prompts: Any) -> bool:
