@@ -95,3 +95,22 @@ def test_speculated_tokens_are_those_without(kv_dtype):
         engine.warmup()
         outputs = engine.generate(repeated, each)
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tokens_with_a_draft_model_are_those_without(graphs):
+    model = silent("llama")
+    each = [
+        SamplingParams(max_tokens=40, temperature=0.3 * (n % 3), seed=n, presence_penalty=0.2 * (n % 4 == 3))
+        for n in range(9)
+    ]
+    with Engine(model, graphs=graphs, **SIZES) as engine:
+        plain = engine.generate(prompts(), each)
+    for draft in (model, silent("qwen3")):
+        with Engine(model, graphs=graphs, draft_model=draft, cache_tokens=160, **SIZES) as engine:
+            engine.warmup()
+            outputs = engine.generate(prompts(), each)
+            statistics = engine.statistics
+        assert [output.tokens for output in outputs] == [output.tokens for output in plain]
+        assert statistics["pages_held"] == 0 < statistics["draft_tokens"]
+    assert statistics["accepted_tokens"] < statistics["draft_tokens"]

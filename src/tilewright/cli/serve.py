@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tilewright.cli.draft import DraftModelOption, DraftTokensOption, load_draft
 from tilewright.cli.options import DeviceOption, KeyFileOption, device, key, need
 from tilewright.errors import UsageError
 
@@ -31,6 +32,8 @@ def serve_model(
     ] = None,
     max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Open requests; more get a 429.")] = 1024,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers in float8, on a GPU.")] = False,
+    draft_model: DraftModelOption = None,
+    num_draft_tokens: DraftTokensOption = 4,
     device_name: DeviceOption = None,
 ) -> None:
     """Serve completions and chats with `tilewright.Engine`, patched on a GPU, until a signal ends it."""
@@ -49,8 +52,15 @@ def serve_model(
             raise UsageError(f"{model} has no tokenizer, so text cannot be read.")
         if place.startswith("cuda"):
             patch(loaded.model, fp8=fp8)
+        draft = load_draft(draft_model, loaded.tokenizer, place, fp8=fp8)
     with Engine(
-        loaded.model, loaded.tokenizer, max_batch=max_batch, max_context=max_context, cache_tokens=cache_tokens
+        loaded.model,
+        loaded.tokenizer,
+        max_batch=max_batch,
+        max_context=max_context,
+        cache_tokens=cache_tokens,
+        draft_model=draft,
+        num_draft_tokens=num_draft_tokens,
     ) as engine:
         seconds = engine.warmup()
         print(f"ready after {seconds:.0f} s of captures: http://{host}:{port}", file=sys.stderr, flush=True)

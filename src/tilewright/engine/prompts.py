@@ -30,8 +30,7 @@ def load_draft(draft_model: Any, target: PagedModel, tokenizer: Any, dtype: torc
     """
     if isinstance(draft_model, str):
         draft_model, its = load(draft_model, None, target.device, dtype)
-        if hasattr(tokenizer, "get_vocab") and its.get_vocab() != tokenizer.get_vocab():
-            raise InputError("Engine: the tokenizer of draft_model has another vocabulary than that of the model.")
+        check_draft_tokenizer(its, tokenizer)
     try:
         draft = PagedModel(draft_model)
     except InputError as error:
@@ -44,6 +43,14 @@ def load_draft(draft_model: Any, target: PagedModel, tokenizer: Any, dtype: torc
         if its != needed:
             raise InputError(f"Engine: draft_model {what} {its}; the model {what} {needed}, and both have to agree.")
     return draft
+
+
+def check_draft_tokenizer(its: Any, tokenizer: Any) -> None:
+    """Raise InputError where both tokenizers tell their vocabularies, and those differ."""
+    if hasattr(tokenizer, "get_vocab") and hasattr(its, "get_vocab") and its.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            "Engine: draft_model has a tokenizer with another vocabulary than the model's; both must agree."
+        )
 
 
 def _embeddings(model: PagedModel) -> int:

@@ -2,8 +2,8 @@
 
 Steps in which every sequence has one token are CUDA graphs, one for each of a few batch sizes, as are those in which
 some have drafts beside it, and those with penalties; a smaller batch is padded with sequences of length 0, which write
-no keys.  A drawn token stays on the device, in the row of its sequence's
-slot, where the next step finds it; the host reads it when it has queued that step.
+no keys.  A drawn token stays on the device, in the row of its sequence's slot, where the next step finds it; the host
+reads it when it has queued that step.  Drafts of a model are made in the step that verifies them.
 """
 
 from collections.abc import Mapping, Sequence
