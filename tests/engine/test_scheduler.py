@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.engine.drafter import UNKNOWN, DeviceDrafter
-from tilewright.engine.lookup import PromptLookup
+from tilewright.engine.drafter import UNKNOWN, DeviceDrafter, PromptLookup
 from tilewright.engine.pages import PagePool
 from tilewright.engine.params import SamplingParams
 from tilewright.engine.scheduler import Scheduler

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewright.engine.drafter import UNKNOWN
 from tilewright.engine.scheduler import Chunk
 
-_INT64 = ("ids", "sources", "positions", "rows", "slots", "penalty_slots", "seeds", "draw_positions")
+_INT64 = ("ids", "sources", "positions", "rows", "slots", "penalty_slots", "seeds", "draw_positions", "adapters")
 _INT32 = ("cu_seqlens", "lengths", "drafts", "top_k")
 _FLOAT32 = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _OF_PARAMS = (*_FLOAT32, "top_k")
@@ -25,7 +25,7 @@ _DTYPES = {
     **dict.fromkeys(_FLOAT32, torch.float32),
     "block_table": torch.int32,
 }
-_OF_TOKENS = ("ids", "sources", "positions")
+_OF_TOKENS = ("ids", "sources", "positions", "adapters")
 _OF_ROWS = ("rows", "slots", "penalty_slots", "seeds", "draw_positions", *_OF_PARAMS)
 
 
@@ -52,13 +52,14 @@ class Sizes:
 class Step(NamedTuple):
     """Shape of a step, padding included: T tokens, of which some are drafts, and B sequences.
 
-    has_penalties: logits of some sequences are changed.
+    has_penalties: logits of some sequences are changed.   has_adapters: the model is, for some.
     """
 
     tokens: int
     batch: int
     drafts: int
-    has_penalties: bool
+    has_penalties: bool = False
+    has_adapters: bool = False
 
     @property
     def rows(self) -> int:
@@ -72,15 +73,15 @@ class Step(NamedTuple):
 
     @property
     def without_drafts(self) -> "Step":
-        """The step of a draft model, for which logits are its own."""
-        return Step(self.tokens - self.drafts, self.batch, 0, False)
+        """The step of a draft model, which is the same for all requests."""
+        return Step(self.tokens - self.drafts, self.batch, 0)
 
 
 class StepInputs:
     """ids          (T,) tokens, and for those that only the device knows any number
     sources         (T,) where a token lies on the device, or -1: the newest token of a slot at the slot, its i-th draft
                     i * (max_batch + 1) behind that
-    positions       (T,)
+    positions       (T,)   adapters (T,) the number of a token's adapter, or 0
     rows            (R,) the token behind which a row's logits are: the last of a chunk, and each of its drafts
     slots           (R,) where a drawn token goes
     penalty_slots   (R,) where its counts and biases are
@@ -131,6 +132,7 @@ class StepInputs:
             if UNKNOWN in chunk.drafts:
                 views["sources"][end:start] = [sequence.slot + (i + 1) * slots for i in range(len(chunk.drafts))]
             views["positions"][first:start] = range(chunk.start, length)
+            views["adapters"][first:start] = sequence.adapter
             views["rows"][row:last] = range(end - 1, start)
             views["draw_positions"][row:last] = range(chunk.end, length + 1)
             views["lengths"][index], views["drafts"][index] = length, len(chunk.drafts)

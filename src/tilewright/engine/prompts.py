@@ -58,20 +58,6 @@ def _embeddings(model: PagedModel) -> int:
     return count
 
 
-def longest_context(models: Sequence[PagedModel], max_context: int | None) -> int:
-    """Tokens of a prompt and its answer: by default what all models take, at most 8192.
-
-    Raises InputError for more than they take.
-    """
-    configs = [model.model.config.get_text_config(decoder=True) for model in models]
-    longest = min(getattr(config, "max_position_embeddings", None) or 8192 for config in configs)
-    context = min(longest, 8192) if max_context is None else max_context
-    if not 2 <= context <= longest:
-        which = "this model takes" if len(models) == 1 else "this model and its draft_model take"
-        raise InputError(f"Engine: max_context is {context}; {which} 2 to {longest}.")
-    return context
-
-
 def is_tokens(prompts: Any) -> bool:
     """One prompt of tokens, rather than several prompts?"""
     with suppress(TypeError, IndexError, KeyError):

@@ -1,9 +1,9 @@
 """Computes steps: from tokens, through the model and the sampler, to the next tokens, without waiting for them.
 
 Steps in which every sequence has one token are CUDA graphs, one for each of a few batch sizes, as are those in which
-some have drafts beside it, and those with penalties; a smaller batch is padded with sequences of length 0, which write
-no keys.  A drawn token stays on the device, in the row of its sequence's slot, where the next step finds it; the host
-reads it when it has queued that step.  Drafts of a model are made in the step that verifies them.
+some have drafts beside it, and those with penalties or adapters; a smaller batch is padded with sequences of length 0,
+which write no keys.  A drawn token stays on the device, in the row of its sequence's slot, where the next step finds
+it; the host reads it when it has queued that step.  Drafts of a model are made in the step that verifies them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -104,10 +104,10 @@ class Runner:
         return Results(chunks, read, scored, event)
 
     def capture(self) -> None:
-        """Have the graph of every batch size, without penalties, and with drafts if sequences may have any."""
+        """Have the graph of every batch size, and with drafts if there may be any; none with penalties or adapters."""
         for batch in range(1, self.sizes.max_batch + 1):
             for drafts in {0, self.sizes.drafts}:
-                self._capture(self._padded(Step(batch * (1 + drafts), batch, batch * drafts, False)))
+                self._capture(self._padded(Step(batch * (1 + drafts), batch, batch * drafts)))
 
     def padded(self, batch: int) -> int:
         """The batch size whose graph serves `batch` sequences: a power of two, or one and a half times that."""
@@ -118,7 +118,8 @@ class Runner:
         drafts = sum(len(chunk.drafts) for chunk in chunks)
         tokens, batch = sum(chunk.count for chunk in chunks) + drafts, len(chunks)
         has_penalties = any(chunk.draws and chunk.sequence.params.changes_logits for chunk in chunks)
-        return Step(tokens, batch, drafts, has_penalties)
+        has_adapters = any(chunk.sequence.adapter for chunk in chunks)
+        return Step(tokens, batch, drafts, has_penalties, has_adapters)
 
     def _padded(self, step: Step) -> Step:
         """The shape of the graph that serves a step of one token, and drafts, for each sequence."""
@@ -171,7 +172,8 @@ class Runner:
         places = inputs("rows", rows)
         if scored is not None:
             places = torch.cat([places, places.new_tensor(scored.rows)])
-        every = self.model.forward(ids, inputs("positions", tokens), places, pages)
+        adapters = inputs("adapters", tokens) if step.has_adapters else None
+        every = self.model.forward(ids, inputs("positions", tokens), places, pages, adapters)
         logits = every[:rows]
         penalties = self._penalties if step.has_penalties else None
         drawn = sample(

@@ -109,7 +109,7 @@ class Scheduler:
             sequence.cached += accepted
             size = self.pool.page_size
             if chunk.end // size > chunk.start // size:
-                self.pool.publish([*sequence.tokens, *chunk.drafts][: chunk.end], sequence.pages)
+                self.pool.publish([*sequence.tokens, *chunk.drafts][: chunk.end], sequence.pages, sequence.adapter)
         return accepted + 1 if chunk.draws else 0
 
     def _extend(self, sequence: Sequence, room: int, chunks: dict[int, Chunk]) -> int:
@@ -140,7 +140,7 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.unread:  # preempted in the step before: its newest token is not known yet
             return None
-        sequence.pages = [] if sequence.scores_prompt else self.pool.take_prefix(sequence.tokens[:-1])
+        sequence.pages = [] if sequence.scores_prompt else self.pool.take_prefix(sequence.tokens[:-1], sequence.adapter)
         sequence.cached = sequence.reused = len(sequence.pages) * self.pool.page_size
         count = self._count(sequence, room)
         if not count or not self._grow(sequence, count):

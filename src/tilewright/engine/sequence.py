@@ -40,6 +40,7 @@ class Sequence:
     included.   unread: drawn tokens, the newest ones, that only the device knows.   pages: in order of positions.
     slot: row of the device's state, while it runs.   reused: tokens that the last admission found in the cache.
     drafter: what it speculates with, or None.   matcher: of the request's grammar, or None.
+    adapter: its number, or 0.
     prompt_logprobs, prompt_top: of the prompt's tokens from the second on, as far as they are read.   top: of the new
     tokens.
     """
@@ -50,6 +51,7 @@ class Sequence:
     stops: frozenset[int]
     drafter: Drafter | None = None
     matcher: Matcher | None = None
+    adapter: int = 0
     prompt_length: int = 0
     status: Status = Status.WAITING
     cached: int = 0
