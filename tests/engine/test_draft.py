@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from tests.engine.letters import letters
 from tests.engine.test_engine import SIZES, prompt, silent
 from tests.engine.test_speculation import EagerGraphs
 from tests.models import zoo
@@ -150,6 +151,16 @@ def _surprise(counts, p):
 def test_a_draft_has_to_fit_its_model(model, options, match):
     with pytest.raises(InputError, match=match):
         Engine(model, draft_model=zoo.build("llama", **options), **SIZES)
+
+
+def test_a_draft_from_a_folder_has_to_have_the_same_tokenizer(model, plain, tmp_path):
+    near(model, 0.3).save_pretrained(tmp_path)
+    letters().save_pretrained(tmp_path)
+    with Engine(model, letters(), draft_model=str(tmp_path), **SIZES) as engine:
+        same(engine.generate(PROMPTS[:2], EACH[:2]), plain[:2])
+    (other := letters()).add_tokens(["another"])
+    with pytest.raises(InputError, match="draft_model has a tokenizer with another vocabulary"):
+        Engine(model, other, draft_model=str(tmp_path), **SIZES)
 
 
 def test_what_a_draft_cannot_be_is_refused(model):

@@ -19,7 +19,7 @@ def load(folder: str, tokenizer: Any, device: str | torch.device | None, dtype: 
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()  # device_map needs accelerate
     return model, AutoTokenizer.from_pretrained(folder) if tokenizer is None else tokenizer
 
 
