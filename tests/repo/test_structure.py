@@ -65,7 +65,7 @@ def _long_signatures():
             device = re.search(r"\b(jit|kernel|function)\b", text) and "register_kernel" not in text
             device = device or ("cutile" in path.parts and node.name.startswith("_"))  # compiled by name, undecorated
             public = (
-                "dispatch(" in text or node.name == "reference" or path.parts[0] in ("cli", "compat", "nn", "optim")
+                "dispatch(" in text or node.name == "reference" or path.parts[0] in ("cli", "compat", "distributed", "nn", "optim")
             )
             public = public or (str(path), node.name) in PUBLIC
             if len(parameters) > MOST_PARAMETERS and not device and not public:
