@@ -233,7 +233,7 @@ def test_one_rank(name: str) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_gradients(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call whose gradients nobody wants computes none, and its loss has the same bits."""
+    """Under no_grad a call computes no gradients, and its loss has the same bits."""
     hidden, weight, _, target = problem(torch.float32)
     loss = vocab_parallel_linear_cross_entropy(hidden, weight, target, vocab_size=V, reduction=reduction)
     monkeypatch.delattr(vocab_rows, "write_gradient")
