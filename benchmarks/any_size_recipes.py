@@ -367,6 +367,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "silu_and_mul": (1, activation),
     "silu_and_mul_fp8": (1, activation_fp8),
     "softmax": (2, softmax),
+    "sparsemax": (1, softmax),
     "splitk_reduce": (1, splitk_reduce),
     "swiglu": (1, activation),
     "swiglu_fp8": (1, activation_fp8),
