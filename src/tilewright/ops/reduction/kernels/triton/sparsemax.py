@@ -34,16 +34,18 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
-    block = triton.next_power_of_2(bucket.N)
-    block = block if block <= WHOLE else PART
+def _of_columns(n: int, whole: int) -> Config:
+    block = max(128, triton.next_power_of_2(n))  # a vector of each thread of a warp
+    block = block if block <= whole else PART
     return Config(block, num_warps=max(1, min(16, block // 512)))
+
+
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+    return _of_columns(bucket.N, WHOLE)
 
 
 def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> Config:
-    block = triton.next_power_of_2(bucket.N)
-    block = block if block <= WHOLE // 2 else PART
-    return Config(block, num_warps=max(1, min(16, block // 512)))
+    return _of_columns(bucket.N, WHOLE // 2)  # elements of dy and as many of y
 
 
 def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
@@ -55,8 +57,9 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     )
 
 
-CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(4096, 1 << k), torch.bfloat16) for k in range(16)))
-BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(4096, 1 << k), torch.bfloat16) for k in range(16)))
+_WIDTHS = tuple(1 << k for k in range(17))
+CONFIGS = tuple(dict.fromkeys(_of_columns(n, WHOLE) for n in _WIDTHS))
+BACKWARD_CONFIGS = tuple(dict.fromkeys(_of_columns(n, WHOLE // 2) for n in _WIDTHS))
 
 
 @triton.jit
