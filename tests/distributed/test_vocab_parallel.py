@@ -218,9 +218,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     on_two_ranks(every_case, tmp_path / "store")
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with group(tmp_path_factory.mktemp("one") / "store", 0, 1):
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    with group(tmp_path / "store", 0, 1):
         yield
 
 
@@ -267,6 +267,7 @@ def test_a_gradient_that_is_used_twice() -> None:
         ({"vocab_size": V + 1}, rf"weight is \({V}, {H}\) on rank 0 of 1; needs {V + 1} classes, from 0 on"),
         ({"class_weight": torch.ones(3)}, rf"weight is \(3,\).*needs floating \({V},\)"),
         ({"chunk_rows": 0}, "chunk_rows is 0; needs 1 or more"),
+        ({"bias": [0.0] * V}, "bias is a list; needs a tensor, or a DTensor"),
         ({"reduction": "batchmean"}, "reduction is 'batchmean'"),
         ({"ignore_index": 0}, f"target has -100; needs 0 to {V - 1}, or 0"),
     ],
@@ -288,8 +289,8 @@ def test_derivatives_that_are_refused() -> None:
         vocab_parallel_cross_entropy(hidden, target, vocab_size=H)
 
 
-def test_no_group() -> None:
+def test_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, _, _, target = problem(torch.float32)
-    if not dist.is_initialized():
-        with pytest.raises(InputError, match="no process group"):
-            vocab_parallel_cross_entropy(hidden, target, vocab_size=H)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(InputError, match="no process group"):
+        vocab_parallel_cross_entropy(hidden, target, vocab_size=H)

@@ -13,7 +13,15 @@ from tilewright.dispatch.derivatives import level_is_open
 from tilewright.dispatch.replay import transforms
 from tilewright.distributed.vocab_autograd import OfHidden, OfLogits, Problem
 from tilewright.distributed.vocab_rows import runner
-from tilewright.distributed.vocab_slice import IGNORED, VocabSlice, is_dtensor, labels_of, local_slice, replicated
+from tilewright.distributed.vocab_slice import (
+    IGNORED,
+    VocabSlice,
+    is_dtensor,
+    labels_of,
+    local_slice,
+    replicated,
+    require_plain,
+)
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import cast_as_linear
 from tilewright.nn import LinearCrossEntropyLoss
@@ -126,6 +134,8 @@ def vocab_parallel_linear_cross_entropy(
     weight, part = local_slice(LINEAR, "weight", weight, 0, vocab_size, group)
     if bias is not None and is_dtensor(bias):
         bias, _ = local_slice(LINEAR, "bias", bias, 0, None, None)
+    elif bias is not None:
+        require_plain(LINEAR, "bias", bias)
     hidden, target = replicated(LINEAR, "hidden", hidden), replicated(LINEAR, "target", target)
     entropy.check_weight(LINEAR, class_weight, part.classes, weight.device)
     if target.shape != hidden.shape[:-1]:

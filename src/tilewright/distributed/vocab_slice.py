@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilewright.dispatch.arguments import as_int
 from tilewright.errors import InputError
@@ -77,6 +78,7 @@ def local_slice(
         raise InputError(f"{op}: vocab_size is missing; a slice of {name} needs the number of classes of all ranks.")
     elif not dist.is_initialized():
         raise InputError(f"{op}: there is no process group. Call torch.distributed.init_process_group first.")
+    require_plain(op, name, t)
     vocab_size = as_int(op, "vocab_size", vocab_size)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
@@ -97,14 +99,21 @@ def local_slice(
 def replicated(op: str, name: str, t: Tensor) -> Tensor:
     """`t`, or the tensor that every rank has of a DTensor."""
     if not is_dtensor(t):
+        require_plain(op, name, t)
         return t
     replica: Any = t
     if not all(placement.is_replicate() for placement in replica.placements):
         raise InputError(
             f"{op}: {name} is a DTensor placed {replica.placements}; needs Replicate(), the same on every rank."
         )
-    local: Tensor = replica.to_local()
+    local: Tensor = replica.full_tensor()  # waits for a collective that is still running
     return local
+
+
+def require_plain(op: str, name: str, t: object) -> None:
+    """Raise InputError for what is no tensor with memory of its own, such as the result of a running collective."""
+    if type(t) not in (Tensor, Parameter):
+        raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a tensor, or a DTensor. Wait for a collective.")
 
 
 def is_dtensor(t: object) -> bool:

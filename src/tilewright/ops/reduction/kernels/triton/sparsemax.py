@@ -34,9 +34,9 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def _of_columns(n: int, whole: int) -> Config:
+def _of_columns(n: int, longest: int) -> Config:
     block = max(128, triton.next_power_of_2(n))  # a vector of each thread of a warp
-    block = block if block <= whole else PART
+    block = block if block <= longest else PART
     return Config(block, num_warps=max(1, min(16, block // 512)))
 
 
