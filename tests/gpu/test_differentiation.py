@@ -35,6 +35,7 @@ LARGER = {
     "log_softmax": ROWS,
     "logsumexp": ROWS,
     "masked_softmax": {"B": 1, "H": 2, "M": 64, "N": 128, "causal": True},
+    "sparsemax": ROWS,
     "dropout": {**ROWS, "p": 0.5, "residual": True},
     "apply_rope": {"B": 1, "S": 64, "H": 4, "H_kv": 2, "D": 64},
     "matmul": PRODUCT,

@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence in Triton: a program has a row of the student and one of the teacher.
+"""Jensen-Shannon divergence and total variation in Triton: a program has a row of the student and one of the teacher.
 
 A row that fits in registers is read once.  For a longer one every lane keeps a running maximum and sum of both rows,
 and a second pass adds up the divergence.  The mixture m needs no sum of its own: with d = log q - log p, log m - log p
@@ -72,7 +72,10 @@ def _divergence(q_log, p_log, mask, beta, KIND: tl.constexpr, LOG_PROBS: tl.cons
     else:
         larger = exp(tl.maximum(q_log, p_log), PRECISE)
         q, p = tl.where(is_teacher, larger * ratio, larger), tl.where(is_teacher, larger, larger * ratio)
-    if KIND == "forward":
+    if KIND == "tvd":
+        term = 0.5 * tl.abs(q - p)
+        gradient = q * tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
+    elif KIND == "forward":
         term = tl.where(has_p, -d, 0.0) * p
         gradient = -p
     elif KIND == "reverse":
@@ -199,7 +202,7 @@ _gradient = TritonKernel(_jsd_gradient_kernel)
 
 
 def _kind(options: Options) -> str:
-    return {0: "forward", 1: "reverse"}.get(options.beta, "mixture")
+    return "tvd" if options.kind == "tvd" else {0: "forward", 1: "reverse"}.get(options.beta, "mixture")
 
 
 @register_kernel(
