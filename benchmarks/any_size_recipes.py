@@ -210,9 +210,10 @@ def cross_entropy(draw: Draw, model: Model) -> Sizes | None:
 
 
 def jsd(draw: Draw, model: Model) -> Sizes | None:
-    """The divergence of a student's logits from a teacher's, also forward and reverse, and in part ignored."""
+    """The divergence of a student's logits from a teacher's, of each kind, and in part ignored."""
     m = tokens(draw)
-    params = {"M": m, "N": model.vocab, "beta": draw.pick((0.0, 0.5, 1.0)), **draw.pick(({}, {"ignored": 0.3}))}
+    kind = draw.pick(({"beta": 0.0}, {"beta": 0.5}, {"beta": 1.0}, {"kind": "tvd"}))
+    params = {"M": m, "N": model.vocab, **kind, **draw.pick(({}, {"ignored": 0.3}))}
     return Sizes("vocabulary", params, floating(draw), 4 * m * model.vocab, trained=m >= TRAINING_ROWS)
 
 
@@ -346,6 +347,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "silu_and_mul": (1, activation),
     "silu_and_mul_fp8": (1, activation_fp8),
     "softmax": (2, softmax),
+    "sparsemax": (1, softmax),
     "splitk_reduce": (1, splitk_reduce),
     "swiglu": (1, activation),
     "swiglu_fp8": (1, activation_fp8),

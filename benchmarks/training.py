@@ -1,7 +1,9 @@
-"""Train one Llama four ways on the same batches: eager, torch.compile, patched, and with Liger where it is installed.
+r"""Train one Llama four ways on the same batches: eager, torch.compile, patched, and with Liger where it is installed.
 
     python benchmarks/training.py --json FILE [--seeds 5] [--steps 200]
     python benchmarks/training.py --json FILE --seeds 2 --steps 4 --batch 2 --context 64 --layers 1    # on a CPU
+    python benchmarks/training.py --json FILE --seeds 1 --steps 12 --batch 4 --context 2048 --layers 4 --hidden 4096 \
+        --inner 14336 --head 128 --group 4 --vocab 128256 --lr 1e-4       # Llama 3 8B's layers, on a GPU
 
 Every contestant runs in a process of its own, because Liger changes transformers' classes and memory is a process'.
 A seed draws the weights and the batches, so contestants differ in rounding alone. The text is the standard library's,
@@ -47,10 +49,10 @@ def build(options, seed):
         LlamaConfig(
             vocab_size=options.vocab,
             hidden_size=options.hidden,
-            intermediate_size=options.hidden * 8 // 3,
+            intermediate_size=options.inner or options.hidden * 8 // 3,
             num_hidden_layers=options.layers,
-            num_attention_heads=options.hidden // 32,
-            num_key_value_heads=options.hidden // 96 or 1,
+            num_attention_heads=options.hidden // options.head,
+            num_key_value_heads=options.hidden // options.head // options.group or 1,
             max_position_embeddings=options.context,
         )
     )
@@ -117,7 +119,8 @@ def parsed():
     parser.add_argument("--one", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--lr", type=float, default=1e-3)
     sizes = {"seeds": 5, "steps": 200, "batch": 16, "context": 512, "layers": 5, "hidden": 192, "vocab": 4096}
-    for name, default in {**sizes, "files": 40}.items():
+    shape = {"head": 32, "group": 3, "inner": 0}  # columns of a head, heads to one of keys, columns inside an MLP
+    for name, default in {**sizes, **shape, "files": 40}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 

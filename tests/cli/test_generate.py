@@ -44,6 +44,26 @@ def test_a_chat_template_is_applied(tilewright, folder):
     assert json.loads(done.stdout)["prompt_tokens"] == 2
 
 
+def test_a_draft_model_changes_no_token_and_its_share_is_told(tilewright, place, folder):
+    words = ("--prompt", "w3 w4 w5", "--max-tokens", "8", "--device", "cpu", "--draft-model", folder)
+    done = tilewright("generate", folder, *words, "--num-draft-tokens", "2", "--baseline", "--json", "out.json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads((place / "out.json").read_text())
+    assert report["output"]["tokens"] == report["baseline"]["tokens"]
+    assert report["accepted_tokens"] == report["draft_tokens"] == 4
+    assert "4 of 4 drafted tokens accepted" in done.stderr
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tilewright, place, folder):
+    (place / "other").mkdir()
+    for file in (place / folder).iterdir():
+        text = file.read_bytes()
+        (place / "other" / file.name).write_bytes(text.replace(b'"w5"', b'"v5"') if file.suffix == ".json" else text)
+    done = tilewright("generate", folder, "--prompt", "w3", "--device", "cpu", "--draft-model", "other")
+    assert done.exit_code == 2
+    assert "draft_model has a tokenizer with another vocabulary" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [

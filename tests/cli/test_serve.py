@@ -10,6 +10,7 @@ import pytest
         (("--api-key-file", "empty.txt"), "empty.txt"),
         (("--api-key-file", "key.txt", "--api-key", "another"), "--api-key"),
         (("--fp8",), "--fp8 needs a GPU"),
+        (("--adapter", "a=x", "--adapter", "a=y"), "--adapter a=y: needs NAME=FOLDER"),
         (("--port", "0"), "port"),
     ],
 )

@@ -40,6 +40,7 @@ PROBLEMS = {
     "log_softmax": [ROWS],
     "logsumexp": [ROWS, {**ROWS, "keepdim": True}],
     "masked_softmax": [{**SCORES, "causal": True, "temperature": 2.0}, {**SCORES, "mask": "bias"}],
+    "sparsemax": [ROWS],
     "dropout": [{**ROWS, "p": 0.5, "residual": True}],
     "apply_rope": [ROTARY, {**ROTARY, "interleaved": True, "R": 4}],
     "qk_norm_rope": [ROTARY, {**ROTARY, "interleaved": True, "R": 4, "offset": 1.0}],

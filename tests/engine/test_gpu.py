@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.engine.test_adapters import adapter, merged
 from tests.models import zoo
 
 from tilewright import Engine
@@ -95,3 +96,37 @@ def test_speculated_tokens_are_those_without(kv_dtype):
         engine.warmup()
         outputs = engine.generate(repeated, each)
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tokens_with_a_draft_model_are_those_without(graphs):
+    model = silent("llama")
+    each = [
+        SamplingParams(max_tokens=40, temperature=0.3 * (n % 3), seed=n, presence_penalty=0.2 * (n % 4 == 3))
+        for n in range(9)
+    ]
+    with Engine(model, graphs=graphs, **SIZES) as engine:
+        plain = engine.generate(prompts(), each)
+    for draft in (model, silent("qwen3")):
+        with Engine(model, graphs=graphs, draft_model=draft, cache_tokens=160, **SIZES) as engine:
+            engine.warmup()
+            outputs = engine.generate(prompts(), each)
+            statistics = engine.statistics
+        assert [output.tokens for output in outputs] == [output.tokens for output in plain]
+        assert statistics["pages_held"] == 0 < statistics["draft_tokens"]
+    assert statistics["accepted_tokens"] < statistics["draft_tokens"]
+
+
+def test_adapters_in_graphs_are_merged_models():
+    model = zoo.build("llama")
+    sources = {"one": adapter(model, 4, 1), "two": adapter(model, 8, 2)}
+    models = [each.cuda() for each in (model, merged(model, sources["one"]), merged(model, sources["two"]))]
+    for each in models:
+        each.generation_config.eos_token_id, each.generation_config.pad_token_id = None, 0
+    names = [(None, "one", "two")[n % 3] for n in range(9)]
+    with Engine(models[0], graphs=True, adapters=sources, **SIZES) as engine:
+        engine.warmup()
+        outputs = engine.generate(prompts(), [SamplingParams(max_tokens=30, adapter=name) for name in names])
+    assert [output.tokens for output in outputs] == [
+        expected(models[n % 3], tokens, 30) for n, tokens in enumerate(prompts())
+    ]

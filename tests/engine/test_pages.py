@@ -21,39 +21,39 @@ class Pool(RuleBasedStateMachine):
     def make(self, pages, page_size):
         self.pool = PagePool(pages, page_size)
         self.content = {}  # by page: the prefix that it ends
-        self.sequences = []  # [tokens, pages]
+        self.sequences = []  # [tokens, pages, adapter]
 
-    @rule(tokens=TOKENS)
-    def begin(self, tokens):
+    @rule(tokens=TOKENS, adapter=st.integers(0, 1))
+    def begin(self, tokens, adapter):
         size = self.pool.page_size
-        pages = self.pool.take_prefix(tokens)
+        pages = self.pool.take_prefix(tokens, adapter)
         for n, page in enumerate(pages, 1):
-            assert self.content[page] == tokens[: n * size], "a hit holds exactly this prefix"
+            assert self.content[page] == (adapter, tokens[: n * size]), "a hit holds exactly this prefix"
         more = self.pool.allocate(-(-len(tokens) // size) - len(pages))
         if more is None:
             self.pool.release(pages)
             return
         for n, page in enumerate(more, len(pages) + 1):
-            self.content[page] = tokens[: n * size]  # written by this sequence alone
-        self.sequences.append((tokens, pages + more))
+            self.content[page] = adapter, tokens[: n * size]  # written by this sequence alone
+        self.sequences.append((tokens, pages + more, adapter))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def publish(self, data):
-        tokens, pages = data.draw(st.sampled_from(self.sequences))
-        self.pool.publish(tokens[: data.draw(st.integers(0, len(tokens)))], pages)
+        tokens, pages, adapter = data.draw(st.sampled_from(self.sequences))
+        self.pool.publish(tokens[: data.draw(st.integers(0, len(tokens)))], pages, adapter)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def end(self, data):
-        _, pages = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        _, pages, _ = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         self.pool.release(pages)
 
     @invariant()
     def every_page_is_in_one_state(self):
         if not hasattr(self, "pool"):
             return
-        held = {page for _, pages in self.sequences for page in pages}
+        held = {page for _, pages, _ in self.sequences for page in pages}
         assert self.pool.held == len(held)
         assert len(self.pool._free) + self.pool.idle + len(held) == self.pool.pages
         assert not held & set(self.pool._free) and not held & set(self.pool._idle)
@@ -62,7 +62,7 @@ class Pool(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "pool"):
             return
-        for _, pages in self.sequences:
+        for _, pages, _ in self.sequences:
             self.pool.release(pages)
         assert self.pool.allocate(self.pool.pages) is not None, "with nothing held, every page can be had"
 

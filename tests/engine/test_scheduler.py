@@ -2,6 +2,7 @@
 
 The device is a list of pages that hold tokens.  A step writes its tokens where the block table says and then reads
 every sequence back, so a page that two sequences write, or that is taken for a prefix too early, is seen at once.
+A draft model has pages of its own under the same numbers, and reads in them what its target reads.
 """
 
 from collections import deque
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.engine.lookup import PromptLookup
+from tilewright.engine.drafter import UNKNOWN, DeviceDrafter, PromptLookup
 from tilewright.engine.pages import PagePool
 from tilewright.engine.params import SamplingParams
 from tilewright.engine.scheduler import Scheduler
@@ -24,7 +25,7 @@ class Device:
 
     def __init__(self, pool):
         self.size = pool.page_size
-        self.pages = [[None] * self.size for _ in range(pool.pages)]
+        self.pages, self.draft_pages = ([[None] * self.size for _ in range(pool.pages)] for _ in range(2))
         self.newest = {}
 
     def compute(self, chunks):
@@ -36,17 +37,34 @@ class Device:
             if len(tokens) < chunk.count:
                 tokens.append(self.newest[sequence.slot])
             assert len(tokens) == chunk.count
-            tokens += chunk.drafts
-            for position, token in enumerate(tokens, chunk.start):
-                self.pages[sequence.pages[position // self.size]][position % self.size] = token
+            self.write(self.draft_pages, chunk, tokens, chunk.start)
+            if UNKNOWN in chunk.drafts:
+                chunk.drafts = self.draft(chunk)
+            self.write(self.pages, chunk, [*tokens, *chunk.drafts], chunk.start)
         for chunk in chunks:
-            length = chunk.end + len(chunk.drafts)
-            read = [self.pages[chunk.sequence.pages[i // self.size]][i % self.size] for i in range(length)]
+            read = self.read(self.pages, chunk, length := chunk.end + len(chunk.drafts))
             tokens = [next_token(read[:end]) for end in range(chunk.end, length + 1)] if chunk.draws else []
             if chunk.draws:
                 self.newest[chunk.sequence.slot] = tokens[0]
             drawn.append(tokens)
         return chunks, drawn
+
+    def draft(self, chunk):
+        """A model that is often right, and stores the keys of every draft."""
+        drafts = []
+        for position in range(chunk.end, chunk.end + len(chunk.drafts)):
+            read = self.read(self.draft_pages, chunk, position)
+            assert read == [*chunk.sequence.tokens, *drafts]
+            drafts.append(next_token(read) if sum(read) % 4 else 0)
+            self.write(self.draft_pages, chunk, drafts[-1:], position)
+        return tuple(drafts)
+
+    def write(self, pages, chunk, tokens, start):
+        for position, token in enumerate(tokens, start):
+            pages[chunk.sequence.pages[position // self.size]][position % self.size] = token
+
+    def read(self, pages, chunk, length):
+        return [pages[chunk.sequence.pages[i // self.size]][i % self.size] for i in range(length)]
 
 
 def next_token(tokens):
@@ -87,8 +105,11 @@ REQUESTS = st.lists(st.tuples(PROMPTS, st.integers(1, 8), st.booleans(), st.inte
     st.integers(0, 6),
     st.integers(0, 12),
     st.sampled_from((0, 0, 1, 3)),
+    st.sampled_from((PromptLookup, DeviceDrafter)),
 )
-def test_every_request_gets_its_answer(requests, page_size, max_batch, step_tokens, extra_pages, cancelled, drafts):
+def test_every_request_gets_its_answer(
+    requests, page_size, max_batch, step_tokens, extra_pages, cancelled, drafts, drafter
+):
     longest = max(len(prompt) + count for prompt, count, _, _ in requests)
     pool = PagePool(-(-longest // page_size) + extra_pages, page_size)
     step_tokens = max(step_tokens, max_batch * (1 + drafts)) if drafts else step_tokens
@@ -98,8 +119,8 @@ def test_every_request_gets_its_answer(requests, page_size, max_batch, step_toke
     while arrivals or queued or scheduler.running or scheduler.waiting:
         while arrivals and arrivals[0][3] <= steps:
             prompt, count, stops, _ = arrivals.popleft()
-            its_stops, lookup = frozenset((STOP,) if stops else ()), PromptLookup() if drafts else None
-            every.append(Sequence(list(prompt), SamplingParams(max_tokens=count), 0, its_stops, lookup))
+            its_stops, its_drafter = frozenset((STOP,) if stops else ()), drafter() if drafts and count % 4 else None
+            every.append(Sequence(list(prompt), SamplingParams(max_tokens=count), 0, its_stops, its_drafter))
             scheduler.add(every[-1])
         if steps == cancelled and every and every[0].status is not Status.FINISHED:
             scheduler.finish(every[0], "cancelled")
@@ -122,6 +143,8 @@ def test_every_request_gets_its_answer(requests, page_size, max_batch, step_toke
             assert sequence.new_tokens == expected
             assert sequence.reason == ("stop" if expected[-1] in sequence.stops else "length")
     assert pool.held == 0
+    assert 0 <= scheduler.accepted_tokens <= scheduler.draft_tokens
+    assert drafts or not scheduler.draft_tokens
 
 
 def scheduler_of(pages, page_size=2, max_batch=4, step_tokens=8):
@@ -212,3 +235,4 @@ def test_drafts_keep_to_the_room_the_length_and_the_pages():
     assert chunk.drafts == (2, 1, 2), "of 4 that may come, the last is drawn behind the drafts"
     assert scheduler.accept(chunk, [2, 1, 0, 0]) == 3
     assert (sequence.cached, chunk.end) == (11, 11)
+    assert (scheduler.draft_tokens, scheduler.accepted_tokens) == (3, 2)

@@ -10,7 +10,7 @@ from tests.models import zoo
 
 from tilewright import Engine
 from tilewright.engine import SamplingParams
-from tilewright.engine.lookup import PromptLookup
+from tilewright.engine.drafter import PromptLookup
 from tilewright.engine.runner import Runner
 from tilewright.errors import InputError
 

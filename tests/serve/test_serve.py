@@ -12,6 +12,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+import torch
 from tests.models import zoo
 from tests.serve.running import KEY, Running, engine_of
 
@@ -195,6 +196,28 @@ def test_numbers_for_prometheus(running):
     assert float(lines["tilewright_generated_tokens_total"]) >= 3
     assert float(lines["tilewright_first_token_seconds_count"]) >= 1
     assert float(lines["tilewright_engine_running"]) == 0
+
+
+def test_a_request_whose_model_is_an_adapter_gets_it():
+    path = "base_model.model.model.layers.0.mlp.down_proj.lora_"
+    factors = {f"{path}A.weight": torch.ones(2, 48), f"{path}B.weight": torch.ones(32, 2).cumsum(0)}
+    engine = engine_of(adapters={"fine": ({"r": 2, "lora_alpha": 2}, factors)})
+    with pytest.raises(InputError, match="'fine' names the model and an adapter"):
+        create_app(engine, "fine")
+    running = Running(engine)
+    try:
+        assert [each["id"] for each in running.ask("/v1/models")[1]["data"]] == ["tiny", "fine"]
+        answers = {}
+        for name, adapter in (("tiny", None), ("fine", "fine")):
+            code, answers[name] = running.ask("/v1/completions", BODY | {"model": name, "temperature": 0})
+            params = SamplingParams(max_tokens=BODY["max_tokens"], adapter=adapter)
+            assert (code, answers[name]["model"]) == (200, name)
+            assert answers[name]["choices"][0]["text"] == engine.generate(BODY["prompt"], params)[0].text
+        assert answers["tiny"]["choices"] != answers["fine"]["choices"]
+        code, answer = running.ask("/v1/completions", BODY | {"model": "other"})
+        assert (code, "this server has tiny, fine" in answer["error"]["message"]) == (404, True)
+    finally:
+        running.close()
 
 
 def test_an_engine_that_stopped_is_not_healthy():

@@ -42,6 +42,13 @@ def test_ulp_quantile_is_the_999th_thousandth_of_many():
     assert ulp_quantile(steps) == 5
 
 
+def test_zeros_of_the_exact_result_are_not_among_the_ulps():
+    exact = torch.zeros(40, dtype=torch.float64)
+    assert errors(torch.zeros(40), exact, torch.float32).ulp == 0
+    exact[:10] = 1.0
+    assert errors(exact.float() + 2.0**-20, exact, torch.float32).ulp == 8
+
+
 def test_a_tile_norm_belongs_to_its_tile():
     values = torch.zeros(130, 200, dtype=torch.float64)
     values[64:128, 128:192] = 2.0

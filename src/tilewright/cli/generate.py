@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tilewright.cli.draft import DraftModelOption, DraftTokensOption, load_draft
 from tilewright.cli.options import DeviceOption, JsonOption, device
 from tilewright.cli.output import check_writable, emit
 from tilewright.errors import UsageError
@@ -34,6 +35,8 @@ def generate_text(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Repeat the same draws.")] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers in float8, on a GPU.")] = False,
+    draft_model: DraftModelOption = None,
+    num_draft_tokens: DraftTokensOption = 4,
     device_name: DeviceOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -53,6 +56,8 @@ def generate_text(
         loaded = load.load(model, device=place)
     if loaded.tokenizer is None:
         raise UsageError(f"{model} has no tokenizer, so text cannot be read.")
+    with redirect_stdout(sys.stderr):
+        draft = load_draft(draft_model, loaded.tokenizer, place, fp8=fp8)
     tokens = _tokens(loaded.tokenizer, text, chat)
     params = SamplingParams(temperature, top_k, top_p, seed=seed, max_tokens=max_tokens)
     out = sys.stderr if json_file == "-" else sys.stdout
@@ -63,7 +68,14 @@ def generate_text(
         patch(loaded.model, fp8=fp8)
     config: Any = loaded.model.config
     room = min(config.get_text_config(decoder=True).max_position_embeddings, len(tokens) + max_tokens)
-    with Engine(loaded.model, loaded.tokenizer, max_batch=1, max_context=room) as engine:
+    with Engine(
+        loaded.model,
+        loaded.tokenizer,
+        max_batch=1,
+        max_context=room,
+        draft_model=draft,
+        num_draft_tokens=num_draft_tokens,
+    ) as engine:
         engine.warmup()
         begin, first = perf_counter(), 0.0
         generation = engine.submit(tokens, params)
@@ -78,6 +90,9 @@ def generate_text(
     lines = [
         f"{len(output.tokens)} tokens, {report['tokens_per_second']:.1f} a second, the first after {1e3 * first:.0f} ms"
     ]
+    if draft is not None:
+        report |= {name: engine.statistics[name] for name in ("draft_tokens", "accepted_tokens")}
+        lines.append(f"{report['accepted_tokens']} of {report['draft_tokens']} drafted tokens accepted")
     if baseline:
         lines.append(f"the unchanged model: {report['baseline']['tokens_per_second']:.1f} tokens a second")
     print(*lines, sep="\n", file=sys.stderr)

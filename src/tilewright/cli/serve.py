@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tilewright.cli.draft import DraftModelOption, DraftTokensOption, load_draft
 from tilewright.cli.options import DeviceOption, KeyFileOption, device, key, need
 from tilewright.errors import UsageError
 
@@ -31,6 +32,12 @@ def serve_model(
     ] = None,
     max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Open requests; more get a 429.")] = 1024,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers in float8, on a GPU.")] = False,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter, for requests whose model is NAME."),
+    ] = None,
+    draft_model: DraftModelOption = None,
+    num_draft_tokens: DraftTokensOption = 4,
     device_name: DeviceOption = None,
 ) -> None:
     """Serve completions and chats with `tilewright.Engine`, patched on a GPU, until a signal ends it."""
@@ -39,6 +46,7 @@ def serve_model(
     if fp8 and place == "cpu":
         raise UsageError("--fp8 needs a GPU.")
     api_key = key(api_key, api_key_file)
+    adapters = _adapters(adapter or [])
     from tilewright import Engine, patch
     from tilewright.assistant import load
     from tilewright.serve import serve
@@ -49,9 +57,28 @@ def serve_model(
             raise UsageError(f"{model} has no tokenizer, so text cannot be read.")
         if place.startswith("cuda"):
             patch(loaded.model, fp8=fp8)
+        draft = load_draft(draft_model, loaded.tokenizer, place, fp8=fp8)
     with Engine(
-        loaded.model, loaded.tokenizer, max_batch=max_batch, max_context=max_context, cache_tokens=cache_tokens
+        loaded.model,
+        loaded.tokenizer,
+        max_batch=max_batch,
+        max_context=max_context,
+        cache_tokens=cache_tokens,
+        draft_model=draft,
+        num_draft_tokens=num_draft_tokens,
+        adapters=adapters,
     ) as engine:
         seconds = engine.warmup()
         print(f"ready after {seconds:.0f} s of captures: http://{host}:{port}", file=sys.stderr, flush=True)
         serve(engine, name or Path(model).name, host=host, port=port, api_key=api_key, max_waiting=max_waiting)
+
+
+def _adapters(texts: list[str]) -> dict[str, str]:
+    """Folders of adapters by name."""
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, _, folder = text.partition("=")
+        if not name or not folder or name in adapters:
+            raise UsageError(f"--adapter {text}: needs NAME=FOLDER, and every name once.")
+        adapters[name] = folder
+    return adapters

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from contextlib import ExitStack
 from time import perf_counter
@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
+from tilewright.engine.adapters import Source
+from tilewright.engine.draft import DraftModel
+from tilewright.engine.drafter import DeviceDrafter, Drafter, PromptLookup
 from tilewright.engine.generation import Generation, Output, Piece
 from tilewright.engine.grammar import Grammars, Matcher
 from tilewright.engine.inputs import Sizes
-from tilewright.engine.lookup import PromptLookup
+from tilewright.engine.memory import count_pages, longest_context
 from tilewright.engine.model import PagedModel
 from tilewright.engine.pages import PagePool
 from tilewright.engine.params import SamplingParams
-from tilewright.engine.prompts import Prompt, check_params, is_tokens, load, tokens_of
+from tilewright.engine.prompts import Prompt, check_params, is_tokens, load, load_draft, tokens_of
 from tilewright.engine.runner import Results, Runner
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence, Status
 from tilewright.errors import InputError, TilewrightError
 from tilewright.generate import checks
 from tilewright.log import logger
-
-_SHARE = 0.9  # of the device memory that is free beside the model, for the cache
-_HOST_CACHE = 1 << 30  # bytes of the cache on a CPU, at most
 
 
 class Engine:
@@ -48,6 +48,11 @@ class Engine:
     speculation   "prompt_lookup": up to num_draft_tokens tokens that followed the newest ones where they stood before
                   are computed beside them.  Tokens are those without speculation; requests that change logits draft
                   none.  Drafts are of tokens that the host has read, so no step is queued ahead.
+    draft_model   instead of `speculation`, a smaller model with the same vocabulary, or its folder, that draws up to
+                  num_draft_tokens tokens for the model to compute in one pass.  Tokens are those without it.  Its keys
+                  and values lie in the same pages.
+    adapters      LoRA adapters by name, for requests that name one: folders in the form of PEFT, or pairs of the config
+                  and the tensors in such a folder.  Requests of several adapters, and of none, share steps.
 
     A request's keys and values lie in pages.  Prompts that begin alike share pages; new requests join between steps; a
     prompt is computed in chunks beside the steps of others; where pages are short the youngest request waits and
@@ -77,6 +82,8 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         speculation: str | None = None,
         num_draft_tokens: int = 4,
+        draft_model: Any = None,
+        adapters: Mapping[str, Source] | None = None,
     ) -> None:
         numbers = {"max_batch": max_batch, "page_size": page_size, "step_tokens": step_tokens}
         for name, value in (numbers | {"num_draft_tokens": num_draft_tokens}).items():
@@ -86,7 +93,9 @@ class Engine:
             raise InputError(f"Engine: kv_dtype is {kv_dtype}; it is None, for that of the model, or float8_e4m3fn.")
         if speculation not in (None, "prompt_lookup"):
             raise InputError(f"Engine: speculation is {speculation!r}; it is None or 'prompt_lookup'.")
-        drafts = 0 if speculation is None else num_draft_tokens
+        if speculation is not None and draft_model is not None:
+            raise InputError("Engine: speculation='prompt_lookup' and draft_model exclude each other; give one.")
+        drafts = 0 if speculation is None and draft_model is None else num_draft_tokens
         if isinstance(model, str):
             model, tokenizer = load(model, tokenizer, device, dtype)
         self.tokenizer = tokenizer
@@ -94,16 +103,18 @@ class Engine:
         self.device = self._model.device
         if graphs and self.device.type != "cuda":
             raise InputError(f"Engine: graphs=True needs a CUDA device; the model is on {self.device}.")
-        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192
-        self.max_context = min(longest, 8192) if max_context is None else max_context
-        if not 2 <= self.max_context <= longest:
-            raise InputError(f"Engine: max_context is {self.max_context}; this model takes 2 to {longest}.")
-        pages = self._pages(cache_tokens, max_batch, page_size, kv_dtype)
-        tokens = max(step_tokens, max_batch * (1 + drafts))
-        sizes = Sizes(tokens, max_batch, -(-self.max_context // page_size), drafts)
+        draft = None if draft_model is None else load_draft(draft_model, self._model, tokenizer, dtype)
+        models = [self._model] if draft is None else [self._model, draft]
+        self.max_context = longest_context(models, max_context)
+        max_pages = -(-self.max_context // page_size)
+        pages = count_pages(models, cache_tokens, page_size, kv_dtype, max_batch * max_pages)
+        sizes = Sizes(max(step_tokens, max_batch * (1 + drafts)), max_batch, max_pages, drafts)
         self._scheduler = Scheduler(PagePool(pages, page_size), max_batch, sizes.step_tokens, drafts)
-        self._model.allocate(pages, page_size, kv_dtype)
-        self._runner = Runner(self._model, sizes, graphs)
+        for each in models:
+            each.allocate(pages, page_size, kv_dtype)
+        self._model.adapt(adapters or {})
+        self._runner = Runner(self._model, sizes, graphs, None if draft is None else DraftModel(draft, sizes))
+        self._new_drafter: type[Drafter] = PromptLookup if draft is None else DeviceDrafter
         self._stops, _ = checks.special_tokens(model.generation_config, None, None)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._generations: dict[Sequence, Generation] = {}
@@ -125,8 +136,8 @@ class Engine:
         """Queue one request.
 
         prompt: text, for which the engine needs a tokenizer, or tokens.
-        Raises InputError for an empty prompt, tokens outside of the vocabulary, stop strings without a tokenizer, and
-        what fits neither the context nor the cache.  Nothing is queued then.
+        Raises InputError for an empty prompt, tokens outside of the vocabulary, stop strings without a tokenizer, an
+        adapter that is not known, and what fits neither the context nor the cache.  Nothing is queued then.
         """
         params = SamplingParams() if params is None else params
         tokens = tokens_of(prompt, self.tokenizer, self._vocabulary)
@@ -138,8 +149,9 @@ class Engine:
             )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
-        lookup = PromptLookup() if self._scheduler.drafts and params.may_draft else None
-        sequence = Sequence(tokens, params, seed, stops, lookup, self._matcher(params))
+        drafter = self._new_drafter() if self._scheduler.drafts and params.may_draft else None
+        adapter = self._model.adapters.number(params.adapter)
+        sequence = Sequence(tokens, params, seed, stops, drafter, self._matcher(params), adapter)
         generation = Generation(sequence, self.tokenizer, self._wake)
         with self._news:
             if self._failure is not None:
@@ -201,6 +213,7 @@ class Engine:
             self._news.notify()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        self._model.adapters.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -214,13 +227,20 @@ class Engine:
         return not self._closed
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may name."""
+        return self._model.adapters.names
+
+    @property
     def room(self) -> int:
         """Tokens that a prompt and its answer may have together."""
         return min(self.max_context, self._scheduler.pool.pages * self._scheduler.pool.page_size)
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Numbers of this moment: requests that run and wait, pages held and idle, preemptions so far."""
+        """Numbers of this moment: requests that run and wait, pages held and idle; and so far: preemptions, speculated
+        tokens, and those of them that were accepted.
+        """
         scheduler = self._scheduler
         return {
             "running": len(scheduler.running),
@@ -229,6 +249,8 @@ class Engine:
             "pages_held": scheduler.pool.held,
             "pages_idle": scheduler.pool.idle,
             "preemptions": scheduler.preemptions,
+            "draft_tokens": scheduler.draft_tokens,
+            "accepted_tokens": scheduler.accepted_tokens,
         }
 
     # The engine's thread.
@@ -343,19 +365,3 @@ class Engine:
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer, self._vocabulary, sorted(self._stops))
         return self._grammars.matcher(params.grammar)
-
-    def _pages(self, cache_tokens: int | None, max_batch: int, page_size: int, kv_dtype: torch.dtype | None) -> int:
-        """Number of pages of the cache."""
-        most = max_batch * -(-self.max_context // page_size)
-        if cache_tokens is not None:
-            if cache_tokens < page_size:
-                raise InputError(f"Engine: cache_tokens is {cache_tokens}, less than a page of {page_size}.")
-            return cache_tokens // page_size
-        room = _HOST_CACHE
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            room = int(_SHARE * torch.cuda.mem_get_info(self.device)[0])
-        pages = room // (self._model.bytes_per_token(kv_dtype) * page_size)
-        if pages < 1:
-            raise InputError(f"Engine: {room} bytes of memory hold no page of {page_size} tokens.")
-        return min(most, pages)

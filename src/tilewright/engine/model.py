@@ -6,14 +6,15 @@ the pages of the layer and attends over them; a `Pages` that travels as an argum
 
 import inspect
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from tilewright.engine.adapters import Adapters, Source
 from tilewright.errors import InputError
 from tilewright.generate.attention import decoder_config
 from tilewright.models import transformers_names
@@ -70,10 +71,8 @@ class PagedModel:
         mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         kinds = getattr(decoder_config(model), "layer_types", None)
         self._mask = mask if kinds is None else dict.fromkeys(kinds, mask)
-        with self._attention(), torch.inference_mode():
-            self.shapes = _Shapes()
-            ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            self.vocabulary = self._forward(ids, ids, ids[0], self.shapes).shape[1]
+        self.shapes, self.adapters = _Shapes(), Adapters(model, {})
+        self.vocabulary = self._probe(1)
         expected = len(transformers_names.layer_types(decoder_config(model))[0])
         if sorted(self.shapes) != list(range(expected)):
             raise InputError(
@@ -81,6 +80,21 @@ class PagedModel:
                 "needs all of them."
             )
         self.layers: dict[int, Layer] = {}
+
+    def adapt(self, sources: Mapping[str, Source]) -> None:
+        """Have LoRA adapters by name, until `adapters.close`.   Raises InputError for those that do not fit."""
+        self.adapters = Adapters(self.model, sources)
+        try:
+            self._probe(3)
+        except InputError:
+            self.adapters.close()
+            raise
+
+    def _probe(self, tokens: int) -> int:
+        """Compute some tokens without a cache, adapters that there are included; returns V of the logits."""
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.device)
+        with self._attention(), self.adapters.applied(ids[0]), torch.inference_mode():
+            return self._forward(ids, ids, ids[0, :1], self.shapes).shape[1]
 
     def bytes_per_token(self, kv_dtype: torch.dtype | None = None) -> int:
         """Bytes of keys and values of one token in all layers, their scales included.   kv_dtype: as in `allocate`."""
@@ -117,9 +131,14 @@ class PagedModel:
         with torch.inference_mode():
             self.forward(zero, zero, zero, Pages(self.layers, length, table[None], None))
 
-    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:
-        """Logits (R, V) behind the tokens `rows` (R,) int64.   ids, positions: (T,) int64, sequences end to end."""
-        with self._attention():
+    def forward(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages, adapters: Tensor | None = None
+    ) -> Tensor:
+        """Logits (R, V) behind the tokens `rows` (R,) int64.   ids, positions: (T,) int64, sequences end to end.
+
+        adapters: (T,) int64, the number of each token's adapter; None where no token has one.
+        """
+        with self._attention(), nullcontext() if adapters is None else self.adapters.applied(adapters):
             return self._forward(ids[None], positions[None], rows, pages)
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages | _Shapes) -> Tensor:

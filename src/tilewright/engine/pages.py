@@ -9,11 +9,12 @@
                        idle --take_prefix--> held
                        idle --allocate--> held       (evicted: the page leaves the tree and has a new holder)
 
-The tree has one node for each full page, keyed by the page's tokens below its parent, so a path from the root is a
-prefix.  A page enters the tree only when `publish` says that the GPU has written it.
+The tree has one node for each full page, keyed by the page's tokens below its parent, so a path from a root is a
+prefix; keys of one adapter are of no use to another, so each has a root.  A page enters the tree only when `publish`
+says that the GPU has written it.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +40,7 @@ class PagePool:
         self.pages, self.page_size = pages, page_size
         self._free = list(range(pages - 1, -1, -1))
         self._holders = [0] * pages
-        self._root = _Node(-1, (), None)
+        self._roots: defaultdict[int, _Node] = defaultdict(lambda: _Node(-1, (), None))  # by adapter
         self._nodes: dict[int, _Node] = {}  # by page
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
@@ -66,9 +67,9 @@ class PagePool:
             self._holders[page] = 1
         return pages
 
-    def take_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Hold the pages of the longest known prefix of `tokens`, in order."""
-        pages = [node.page for node in self._path(tokens)]
+    def take_prefix(self, tokens: Sequence[int], adapter: int = 0) -> list[int]:
+        """Hold the pages of the longest known prefix of `tokens` under an adapter, in order."""
+        pages = [node.page for node in self._path(tokens, adapter)]
         for page in pages:
             self._idle.pop(page, None)
             self._holders[page] += 1
@@ -87,12 +88,12 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make prefixes of `tokens` known, whose keys and values the GPU has written into `pages`, full pages alone.
+    def publish(self, tokens: Sequence[int], pages: Sequence[int], adapter: int = 0) -> None:
+        """Make prefixes of `tokens` known, which the GPU has computed under an adapter into `pages`, full pages alone.
 
         Where two sequences computed the same prefix, the first page stays; the other belongs to its holder alone.
         """
-        node = self._root
+        node = self._roots[adapter]
         for page, chunk in zip(pages, self._chunks(tokens), strict=False):
             below = node.children.get(chunk)
             if below is None:
@@ -101,8 +102,8 @@ class PagePool:
                 below = node.children[chunk] = self._nodes[page] = _Node(page, chunk, node)
             node = below
 
-    def _path(self, tokens: Sequence[int]) -> Iterator[_Node]:
-        node = self._root
+    def _path(self, tokens: Sequence[int], adapter: int) -> Iterator[_Node]:
+        node = self._roots[adapter]
         for chunk in self._chunks(tokens):
             below = node.children.get(chunk)
             if below is None:

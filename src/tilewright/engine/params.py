@@ -38,6 +38,7 @@ class SamplingParams:
                   with alternatives runs without a CUDA graph.
     grammar       what the answer has to keep to; not with logprobs, whose softmax knows no grammar.  The engine draws
                   such a request in every second step, without a CUDA graph.
+    adapter       name of the LoRA adapter of the engine that changes the model for this request; None: the model.
 
     Raises InputError for values outside of these ranges.
     """
@@ -61,6 +62,7 @@ class SamplingParams:
     prompt_logprobs: bool = False
     top_logprobs: int = 0
     grammar: Grammar | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         wrong = {

@@ -1,9 +1,9 @@
 """Computes steps: from tokens, through the model and the sampler, to the next tokens, without waiting for them.
 
 Steps in which every sequence has one token are CUDA graphs, one for each of a few batch sizes, as are those in which
-some have drafts beside it, and those with penalties; a smaller batch is padded with sequences of length 0, which write
-no keys.  A drawn token stays on the device, in the row of its sequence's
-slot, where the next step finds it; the host reads it when it has queued that step.
+some have drafts beside it, and those with penalties or adapters; a smaller batch is padded with sequences of length 0,
+which write no keys.  A drawn token stays on the device, in the row of its sequence's slot, where the next step finds
+it; the host reads it when it has queued that step.  Drafts of a model are made in the step that verifies them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from tilewright.engine.draft import DraftModel
+from tilewright.engine.drafter import UNKNOWN
 from tilewright.engine.grammar import apply
 from tilewright.engine.inputs import Sizes, Step, StepInputs
 from tilewright.engine.model import PagedModel, Pages
@@ -35,16 +37,21 @@ class Results:
         self.chunks, self._outputs, self._scored, self._event = chunks, outputs, scored, event
 
     def read(self) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities behind each chunk and its drafts; meaningless where a chunk draws nothing."""
+        """Tokens and log-probabilities behind each chunk and its drafts; meaningless where a chunk draws nothing.
+
+        Chunks with UNKNOWN drafts get those that the device made.
+        """
         if self._event is not None:
             self._event.synchronize()
         counts = [1 + len(chunk.drafts) for chunk in self.chunks]
-        tokens, logprobs = self._outputs[:, : sum(counts)].tolist()
-        starts = accumulate(counts, initial=0)
-        return [
-            ([int(token) for token in tokens[start : start + count]], logprobs[start : start + count])
-            for start, count in zip(starts, counts, strict=False)
+        tokens, logprobs, *before = self._outputs[:, : sum(counts)].tolist()
+        parts = [
+            slice(start, start + count) for start, count in zip(accumulate(counts, initial=0), counts, strict=False)
         ]
+        for chunk, part in zip(self.chunks, parts, strict=True):
+            if UNKNOWN in chunk.drafts:
+                chunk.drafts = tuple(int(token) for token in before[0][part][1:])
+        return [([int(token) for token in tokens[part]], logprobs[part]) for part in parts]
 
     def scores(self) -> list[list[Score]]:
         """What each chunk scored, after `read`."""
@@ -54,14 +61,16 @@ class Results:
 class Runner:
     """One model and its state on the device.  One thread uses it, on one stream."""
 
-    def __init__(self, model: PagedModel, sizes: Sizes, graphs: bool | None) -> None:
-        """graphs: True must, None may, False does not capture."""
+    def __init__(self, model: PagedModel, sizes: Sizes, graphs: bool | None, draft: DraftModel | None = None) -> None:
+        """graphs: True must, None may, False does not capture.   draft: what makes UNKNOWN drafts."""
         device = model.device
-        self.model, self.sizes = model, sizes
+        self.model, self.sizes, self._draft = model, sizes, draft
         self._inputs = StepInputs(sizes, device)
-        self._newest = torch.zeros(sizes.max_batch + 1, dtype=torch.int64, device=device)
-        # float64 holds tokens up to 2^22 and log-probabilities exactly: one copy for both
-        self._outputs = torch.zeros(2, sizes.rows, dtype=torch.float64, device=device)
+        # The newest token of each slot, then its first draft of a model, and so on
+        self._newest = torch.zeros(1 + sizes.drafts, sizes.max_batch + 1, dtype=torch.int64, device=device)
+        # Tokens, their log-probabilities, and with a draft model the token before each.  float64 holds tokens up to
+        # 2^22 and log-probabilities exactly: one copy for all
+        self._outputs = torch.zeros(2 if draft is None else 3, sizes.rows, dtype=torch.float64, device=device)
         pinned = device.type == "cuda"
         self._read = [torch.zeros(self._outputs.shape, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
         self._turn = 0
@@ -79,11 +88,11 @@ class Runner:
             self._penalties.prepare(chunks)
         has_graph = scored_rows is None and not masks and all(chunk.count == 1 for chunk in chunks)
         if has_graph and self._capture(padded := self._padded(step)):
-            self._inputs.fill(chunks, padded)
+            self._fill(chunks, padded)
             assert self._graphs is not None
             self._graphs.replay(padded)
         else:
-            self._inputs.fill(chunks, step)
+            self._fill(chunks, step)
             scored = self._compute(step, scored_rows, masks)
             scored = None if scored is None else scored.to("cpu", non_blocking=True)  # into pinned memory
         read, event = self._read[self._turn], None
@@ -95,10 +104,10 @@ class Runner:
         return Results(chunks, read, scored, event)
 
     def capture(self) -> None:
-        """Have the graph of every batch size, without penalties, and with drafts if sequences may have any."""
+        """Have the graph of every batch size, and with drafts if there may be any; none with penalties or adapters."""
         for batch in range(1, self.sizes.max_batch + 1):
             for drafts in {0, self.sizes.drafts}:
-                self._capture(self._padded(Step(batch * (1 + drafts), batch * (1 + drafts), batch, not drafts, False)))
+                self._capture(self._padded(Step(batch * (1 + drafts), batch, batch * drafts)))
 
     def padded(self, batch: int) -> int:
         """The batch size whose graph serves `batch` sequences: a power of two, or one and a half times that."""
@@ -109,13 +118,14 @@ class Runner:
         drafts = sum(len(chunk.drafts) for chunk in chunks)
         tokens, batch = sum(chunk.count for chunk in chunks) + drafts, len(chunks)
         has_penalties = any(chunk.draws and chunk.sequence.params.changes_logits for chunk in chunks)
-        return Step(tokens, batch + drafts, batch, tokens == batch, has_penalties)
+        has_adapters = any(chunk.sequence.adapter for chunk in chunks)
+        return Step(tokens, batch, drafts, has_penalties, has_adapters)
 
     def _padded(self, step: Step) -> Step:
         """The shape of the graph that serves a step of one token, and drafts, for each sequence."""
         batch = self.padded(step.batch)
-        tokens = batch if step.is_decode else batch * (1 + self.sizes.drafts)
-        return step._replace(tokens=tokens, rows=tokens, batch=batch)
+        drafts = batch * self.sizes.drafts if step.drafts else 0
+        return step._replace(tokens=batch + drafts, batch=batch, drafts=drafts)
 
     def _capture(self, step: Step) -> bool:
         """Have the graph of `step`; False where steps are launched one by one.
@@ -125,7 +135,7 @@ class Runner:
         if self._graphs is None or step in self._graphs:
             return self._graphs is not None
         self._wait()  # `fill` below takes a turn that no step has
-        self._inputs.fill((), step)
+        self._fill((), step)
 
         def decode() -> None:
             self._compute(step)
@@ -140,6 +150,11 @@ class Runner:
         self._wait()
         return self._graphs is not None
 
+    def _fill(self, chunks: Sequence[Chunk], step: Step) -> None:
+        self._inputs.fill(chunks, step)
+        if self._draft is not None:
+            self._draft.fill(chunks, step)
+
     def _wait(self) -> None:
         torch.cuda.current_stream(self.model.device).synchronize()
 
@@ -147,15 +162,18 @@ class Runner:
         self, step: Step, scored: Rows | None = None, masks: Mapping[int, Tensor] = MappingProxyType({})
     ) -> Tensor | None:
         """Compute a step; returns what `score` says of the rows `scored`.   masks: of rows that keep to a grammar."""
-        inputs, newest, (tokens, rows, batch) = self._inputs.device, self._newest, step[:3]
+        inputs, tokens, rows, batch = self._inputs.device, step.tokens, step.rows, step.batch
+        if self._draft is not None:
+            self._draft.compute(step, inputs("drafts", batch), self._newest[1:])
         sources = inputs("sources", tokens)
-        ids = torch.where(sources < 0, inputs("ids", tokens), newest[sources.clamp(min=0)])
+        ids = torch.where(sources < 0, inputs("ids", tokens), self._newest.view(-1)[sources.clamp(min=0)])
         cu_seqlens = None if step.is_decode else inputs("cu_seqlens", batch + 1)
         pages = Pages(self.model.layers, inputs("lengths", batch), inputs("block_table", batch), cu_seqlens)
         places = inputs("rows", rows)
         if scored is not None:
             places = torch.cat([places, places.new_tensor(scored.rows)])
-        every = self.model.forward(ids, inputs("positions", tokens), places, pages)
+        adapters = inputs("adapters", tokens) if step.has_adapters else None
+        every = self.model.forward(ids, inputs("positions", tokens), places, pages, adapters)
         logits = every[:rows]
         penalties = self._penalties if step.has_penalties else None
         drawn = sample(
@@ -173,9 +191,11 @@ class Runner:
         if penalties is not None:
             logprobs = logits.float().log_softmax(1).gather(1, columns[:, None])[:, 0]
             penalties.add(columns, self._inputs)
-        newest.index_copy_(0, inputs("slots", rows), columns)
+        self._newest[0].index_copy_(0, inputs("slots", rows), columns)
         self._outputs[0, :rows] = next_tokens
         self._outputs[1, :rows] = logprobs
+        if self._draft is not None:
+            self._outputs[2, :rows] = ids[places[:rows]]
         return None if scored is None else score(every[rows:], places.new_tensor(scored.targets), scored.top)
 
 

@@ -19,8 +19,9 @@ _SCORED = 1024  # tokens of one step whose logits are all kept: 0.3 GB at 128k t
 class Chunk:
     """Tokens start .. start + count of one sequence.   draws: the last one is the sequence's newest, so its logits draw
     another.   admission: the sequence's when this was planned; after another its pages are others.   drafts: speculated
-    tokens behind it, computed too; `accept` makes those tokens of the chunk that were drawn.   scored: its first
-    tokens, behind each of which the prompt's next token gets its log-probability.
+    tokens behind it, computed too; `accept` makes those tokens of the chunk that were drawn.  UNKNOWN ones are
+    read with the results.   scored: its first tokens, behind each of which the prompt's next token gets its
+    log-probability.
     """
 
     sequence: Sequence
@@ -53,7 +54,7 @@ class Scheduler:
         self.pool, self.max_batch, self.step_tokens, self.drafts = pool, max_batch, step_tokens, drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
-        self.preemptions = 0
+        self.preemptions = self.draft_tokens = self.accepted_tokens = 0
         self._slots = list(range(max_batch - 1, -1, -1))
         self._unscored = 0  # tokens that the step being planned may still score
 
@@ -102,11 +103,13 @@ class Scheduler:
                 break
             accepted += 1
         if sequence.status is Status.RUNNING and sequence.admissions == chunk.admission:
+            self.draft_tokens += len(chunk.drafts)
+            self.accepted_tokens += accepted
             chunk.count += accepted
             sequence.cached += accepted
             size = self.pool.page_size
             if chunk.end // size > chunk.start // size:
-                self.pool.publish([*sequence.tokens, *chunk.drafts][: chunk.end], sequence.pages)
+                self.pool.publish([*sequence.tokens, *chunk.drafts][: chunk.end], sequence.pages, sequence.adapter)
         return accepted + 1 if chunk.draws else 0
 
     def _extend(self, sequence: Sequence, room: int, chunks: dict[int, Chunk]) -> int:
@@ -127,9 +130,9 @@ class Scheduler:
     def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
         """Speculate as many tokens as there are room and pages for."""
         count = min(self.drafts, room - 1, sequence.longest - sequence.total - 1)
-        if sequence.lookup is None or sequence.remaining != 1 or count < 1:
+        if sequence.drafter is None or sequence.remaining != 1 or count < 1:
             return ()
-        drafts = sequence.lookup.drafts(sequence.tokens, count)
+        drafts = sequence.drafter.drafts(sequence.tokens, count)
         return drafts if self._grow(sequence, 1 + len(drafts)) else ()
 
     def _admit(self, room: int) -> Chunk | None:
@@ -137,7 +140,7 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.unread:  # preempted in the step before: its newest token is not known yet
             return None
-        sequence.pages = [] if sequence.scores_prompt else self.pool.take_prefix(sequence.tokens[:-1])
+        sequence.pages = [] if sequence.scores_prompt else self.pool.take_prefix(sequence.tokens[:-1], sequence.adapter)
         sequence.cached = sequence.reused = len(sequence.pages) * self.pool.page_size
         count = self._count(sequence, room)
         if not count or not self._grow(sequence, count):

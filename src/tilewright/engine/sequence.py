@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isnan
 
+from tilewright.engine.drafter import Drafter
 from tilewright.engine.grammar import Matcher
-from tilewright.engine.lookup import PromptLookup
 from tilewright.engine.params import SamplingParams
 
 
@@ -39,7 +39,8 @@ class Sequence:
     """tokens: prompt and read tokens.   cached: how many have keys and values in the pages, those of queued steps
     included.   unread: drawn tokens, the newest ones, that only the device knows.   pages: in order of positions.
     slot: row of the device's state, while it runs.   reused: tokens that the last admission found in the cache.
-    lookup: what it speculates with, or None.   matcher: of the request's grammar, or None.
+    drafter: what it speculates with, or None.   matcher: of the request's grammar, or None.
+    adapter: its number, or 0.
     prompt_logprobs, prompt_top: of the prompt's tokens from the second on, as far as they are read.   top: of the new
     tokens.
     """
@@ -48,8 +49,9 @@ class Sequence:
     params: SamplingParams
     seed: int
     stops: frozenset[int]
-    lookup: PromptLookup | None = None
+    drafter: Drafter | None = None
     matcher: Matcher | None = None
+    adapter: int = 0
     prompt_length: int = 0
     status: Status = Status.WAITING
     cached: int = 0

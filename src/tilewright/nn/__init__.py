@@ -12,7 +12,7 @@ from tilewright.nn.mlp import GeGLUMLP, SwiGLUMLP
 from tilewright.nn.norm import AddRMSNorm, LayerNorm, RMSNorm
 from tilewright.nn.rotary import RotaryEmbedding
 from tilewright.nn.smoothing import smooth_, smoothing_factors
-from tilewright.nn.softmax import Softmax
+from tilewright.nn.softmax import Softmax, Sparsemax
 from tilewright.nn.weight_only_linear import WeightOnlyLinear
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "RMSNormGated",
     "RotaryEmbedding",
     "Softmax",
+    "Sparsemax",
     "SwiGLUMLP",
     "WeightOnlyLinear",
     "smooth_",

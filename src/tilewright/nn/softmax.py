@@ -1,4 +1,4 @@
-"""Softmax as a module."""
+"""Softmax and sparsemax as modules."""
 
 from torch import Tensor, nn
 
@@ -19,3 +19,19 @@ class Softmax(nn.Softmax):
         """input: (..., N, ...) -> the same shape and dtype; sums along `dim` are one."""
         assert self.dim is not None
         return ops.softmax(input, self.dim, backend=self.backend)
+
+
+class Sparsemax(nn.Module):
+    """`ops.sparsemax`: probabilities most of which are 0.  Without parameters."""
+
+    def __init__(self, dim: int = -1, *, backend: str | None = None) -> None:
+        super().__init__()
+        self.dim, self.backend = dim, backend
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: (..., N, ...) -> the same shape and dtype; sums along `dim` are one."""
+        return ops.sparsemax(input, self.dim, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        """The dimension, for `print(model)`."""
+        return f"dim={self.dim}"

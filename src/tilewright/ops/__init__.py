@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from tilewright.ops.reduction.logsumexp import logsumexp
     from tilewright.ops.reduction.masked_softmax import masked_softmax
     from tilewright.ops.reduction.softmax import softmax
+    from tilewright.ops.reduction.sparsemax import sparsemax
     from tilewright.ops.rope.apply_rope import apply_rope
     from tilewright.ops.rope.qk_norm_rope import qk_norm_rope
     from tilewright.ops.sampling.apply_penalties import apply_penalties
@@ -161,6 +162,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_fp8",
     "softmax",
+    "sparsemax",
     "splitk_reduce",
     "swiglu",
     "swiglu_fp8",
@@ -229,7 +231,7 @@ _FAMILIES = {
         "per_tensor_cast_to_fp8",
         "per_token_cast_to_fp8",
     ),
-    "reduction": ("dropout", "log_softmax", "logsumexp", "masked_softmax", "softmax"),
+    "reduction": ("dropout", "log_softmax", "logsumexp", "masked_softmax", "softmax", "sparsemax"),
     "rope": ("apply_rope", "qk_norm_rope"),
     "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
     "weight_only": ("block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"),

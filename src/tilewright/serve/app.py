@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,14 +39,17 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that answers with `engine`, and closes it when the server ends.
 
-    name         of the model, in answers and in /v1/models; requests that name another get a 404.
+    name         of the model, in answers and in /v1/models, beside those of the engine's adapters; requests that name
+                 another get a 404.
     api_key      if given, all routes but /health want "Authorization: Bearer <key>".
     max_waiting  requests that have not ended, beyond which new ones get a 429.
     max_body     bytes of a request, beyond which it gets a 413.
-    Raises InputError for an engine without a tokenizer.
+    Raises InputError for an engine without a tokenizer, and for an adapter with the model's name.
     """
     if engine.tokenizer is None:
         raise InputError("serve: the engine has no tokenizer, so it cannot read texts: Engine(model, tokenizer).")
+    if name in engine.adapters:
+        raise InputError(f"serve: {name!r} names the model and an adapter; give another name.")
     server = _Server(engine, name, max_waiting)
 
     @asynccontextmanager
@@ -89,7 +93,8 @@ def create_app(
             "owned_by": "tilewright",
             "max_model_len": engine.max_context,
         }
-        return {"object": "list", "data": [entry]}
+        adapters = [{**entry, "id": adapter, "parent": name} for adapter in engine.adapters]
+        return {"object": "list", "data": [entry, *adapters]}
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> str:
@@ -164,10 +169,12 @@ class _Server:
         echo: bool = False,
     ) -> Response:
         """Answer all prompts, whole or streamed.   echo: behind the prompt's own text."""
-        if body.model is not None and body.model != self.name:
-            raise _Refusal(404, f"no model is named {body.model}; this server has {self.name}.")
+        names = self.name, *self.engine.adapters
+        if body.model is not None and body.model not in names:
+            raise _Refusal(404, f"no model is named {body.model}; this server has {', '.join(names)}.")
         body.check()
-        params = body.params(default_tokens)
+        adapter = None if body.model == self.name else body.model
+        params = [replace(its, adapter=adapter) for its in body.params(default_tokens)]
         if body.stream and (params[0].logprobs or echo):
             raise InputError("logprobs and echo come with whole answers alone; leave out stream.")
         if self._open + len(prompts) * len(params) > self.max_waiting:
@@ -185,7 +192,7 @@ class _Server:
             self._open -= len(prompts) * len(params)
             _cancel(generations)
             raise
-        envelope = Envelope(form, self.name)
+        envelope = Envelope(form, adapter or self.name)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             events = self._events(envelope, generations, with_usage)

@@ -1,31 +1,17 @@
 """A patched model under DDP and FSDP2, on gloo: one process, and two, of which this one is the first."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.distributed.ranks import group
 from tests.models.zoo import build, tokens
 from torch import Tensor, nn
 
 from tilewright.models import patch
 
 STYLES = ("ddp", "fsdp2", "fsdp2_head")  # the last shards the head by itself, so its weight exists in its call alone
-
-
-@contextmanager
-def ranks(store: Path, rank: int, world: int) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def parallel(model: nn.Module, style: str) -> nn.Module:
@@ -63,7 +49,7 @@ def expected() -> list[Tensor]:
 
 def second_rank(store: Path) -> None:
     torch.set_num_threads(1)
-    with ranks(store, 1, 2):
+    with group(store, 1, 2):
         for style in STYLES:
             gradients(style, 1, 2)
 
@@ -76,7 +62,7 @@ def judge(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_one_process(tmp_path: Path, style: str) -> None:
-    with ranks(tmp_path / "store", 0, 1):
+    with group(tmp_path / "store", 0, 1):
         judge(gradients(style, 0, 1), expected())
 
 
@@ -84,7 +70,7 @@ def test_two_processes(tmp_path: Path) -> None:
     other = mp.get_context("spawn").Process(target=second_rank, args=(tmp_path / "store",), daemon=True)
     other.start()
     try:
-        with ranks(tmp_path / "store", 0, 2):
+        with group(tmp_path / "store", 0, 2):
             for style in STYLES:
                 judge(gradients(style, 0, 2), expected())
         other.join(60)

@@ -70,6 +70,28 @@ def test_log_probabilities(beta, place):
 
 
 @everywhere
+@pytest.mark.parametrize("log_probs", [False, True])
+def test_total_variation(log_probs, place):
+    """Half of torch's l1_loss of probabilities: 0 of a student that is its teacher, 1 of disjoint classes."""
+    student, teacher = problem(place, 5, 37)
+    student[3], teacher[3] = teacher[3].clone(), teacher[3]
+    student[4, ::2], teacher[4, 1::2] = -torch.inf, -torch.inf
+    if log_probs:
+        student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    ours, theirs = student.requires_grad_(), student.detach().double().requires_grad_()
+    options = {"kind": "tvd", "log_probs": log_probs, "reduction": "none", "backend": place.backend}
+    loss = ops.jsd(ours, teacher, **options)
+    q, p = (t.exp() if log_probs else t.softmax(-1) for t in (theirs, teacher.double()))
+    exact = F.l1_loss(q, p, reduction="none").sum(-1) / 2
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-6)
+    assert loss[3] == 0
+    torch.testing.assert_close(loss[4], torch.ones_like(loss[4]))
+    dloss = torch.rand_like(loss) + 0.5
+    (dx,), (exact_dx,) = torch.autograd.grad(loss, ours, dloss), torch.autograd.grad(exact, theirs, dloss.double())
+    torch.testing.assert_close(dx.double(), exact_dx, rtol=1e-4, atol=1e-6)
+
+
+@everywhere
 @pytest.mark.parametrize("reduction", ["batchmean", "sum", "none"])
 def test_nothing_but_ignored_rows(reduction, place):
     """What cross_entropy gives."""
@@ -141,12 +163,12 @@ def test_a_teacher_that_requires_a_gradient():
 
 @pytest.mark.interp
 @pytest.mark.parametrize("log_probs", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_a_kernel_reads_the_statistics_of_either_forward(beta, log_probs):
+@pytest.mark.parametrize(("kind", "beta"), [("jsd", 0.0), ("jsd", 0.3), ("jsd", 1.0), ("tvd", 0.5)])
+def test_a_kernel_reads_the_statistics_of_either_forward(kind, beta, log_probs):
     student, teacher = torch.randn(2, 5, 37).unbind()
     if log_probs:
         student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
     target = torch.tensor([3, -100, 0, 1, -100])
-    args = JsdArgs(student, teacher, target, beta, 1.0 if log_probs else 1.5, -100, "sum", log_probs)
+    args = JsdArgs(student, teacher, target, beta, 1.0 if log_probs else 1.5, -100, "sum", log_probs, kind)
     for ours, wanted in zip(FORWARD(*args, "triton", "default"), FORWARD.plain(*args), strict=True):
         torch.testing.assert_close(ours, wanted)

@@ -75,11 +75,14 @@ def test_one_tile_and_several(device, dtype):
         expected = masked_softmax(x.double(), mask, causal=causal, temperature=temperature)
         y = expected.nan_to_num().to(dtype)
         dy = torch.randn_like(y)
-        dot = (y.double() * dy.double()).sum(-1, keepdim=True)
-        wanted = y.double() * (dy.double() - dot) / temperature
+        total = y.double().sum(-1, keepdim=True)
+        mean = (y.double() * dy.double()).sum(-1, keepdim=True) / torch.where(total == 0, 1, total)
+        wanted = y.double() * (dy.double() - mean) / temperature
         for config in (kernels.Config(512, 1), kernels.Config(128, 1)):
             out, dx = torch.full_like(x, 7.0), torch.full_like(x, 7.0)
             kernels.launch((out,), args, config)
             torch.testing.assert_close(out.double(), expected, rtol=limit, atol=1e-6, equal_nan=True)
             kernels.launch_backward((dx,), MaskedSoftmaxBackwardArgs(dy, y, temperature), config)
             torch.testing.assert_close(dx.double(), wanted, rtol=limit, atol=1e-6)
+            kernels.launch_backward((dx,), MaskedSoftmaxBackwardArgs(torch.ones_like(y), y, temperature), config)
+            torch.testing.assert_close(dx, torch.zeros_like(dx), rtol=0, atol=1e-6)

@@ -49,7 +49,8 @@ class HeadRecipe:
             if hasattr(self.weight, "_local_tensor"):  # a DTensor, whose import costs a second
                 raise InputError(
                     "the head's weight is a DTensor, of which ops.linear_cross_entropy would see one part. Patch with "
-                    'ops= without "loss", or keep the head out of the tensor-parallel plan.'
+                    'ops= without "loss", keep the head out of the tensor-parallel plan, or give hidden states to '
+                    "tilewright.distributed.vocab_parallel_linear_cross_entropy."
                 )
             hidden, weight, bias = cast_as_linear(input, self.weight, self.bias)
             return ops.linear_cross_entropy(

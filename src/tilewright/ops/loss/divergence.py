@@ -10,6 +10,7 @@ from tilewright.ops import rows
 from tilewright.ops.loss import entropy
 
 REDUCTIONS = ("batchmean", "mean", "sum", "none")
+KINDS = ("jsd", "tvd")
 STATISTICS = 5
 """Numbers of a row: maximum and log of the sum of exponentials of the student, the same of the teacher, and the sum of
 the gradients of the student's log-probabilities.
@@ -24,6 +25,7 @@ class Options(NamedTuple):
     ignore_index: int
     reduction: str
     log_probs: bool
+    kind: str
 
 
 def _log_probs(x: Tensor, options: Options) -> Tensor:
@@ -45,8 +47,10 @@ def _mixture(q: Tensor, p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return log + torch.where(is_teacher, 0, d), log - torch.where(is_teacher, d, 0)
 
 
-def _of_rows(q: Tensor, p: Tensor, beta: float) -> Tensor:
+def _of_rows(q: Tensor, p: Tensor, kind: str, beta: float) -> Tensor:
     """The divergence of each row of log-probabilities: q of the student, p of the teacher."""
+    if kind == "tvd":
+        return (q.exp() - p.exp()).abs().sum(-1) / 2
     if beta == 0:
         return _of(p, p - q).sum(-1)
     if beta == 1:
@@ -60,7 +64,7 @@ def row_losses(student: Tensor, teacher: Tensor, target: Tensor | None, options:
     if target is not None:
         is_row = (target != options.ignore_index)[:, None]
         student, teacher = (torch.where(is_row, t, 0) for t in (student, teacher))
-    losses = _of_rows(_log_probs(student, options), _log_probs(teacher, options), options.beta)
+    losses = _of_rows(_log_probs(student, options), _log_probs(teacher, options), options.kind, options.beta)
     return losses if target is None else torch.where(is_row[:, 0], losses, 0)
 
 
@@ -79,7 +83,9 @@ def statistics_of(student: Tensor, teacher: Tensor, target: Tensor | None, optio
         logs.append((x - maximum) - log_sum)
         columns += [maximum, log_sum]
     q, p = logs
-    if options.beta == 0:
+    if options.kind == "tvd":
+        gradient = q.exp() * torch.sign(q.exp() - p.exp()) / 2
+    elif options.beta == 0:
         gradient = -p.exp()
     elif options.beta == 1:
         gradient = _of(q, q - p) + (q.exp() if options.log_probs else 0)
@@ -123,6 +129,10 @@ def check_options(op: str, options: Options) -> None:
     """Raise InputError for options outside of the allowed ones."""
     if options.reduction not in REDUCTIONS:
         raise InputError(f"{op}: reduction is {options.reduction!r}; needs one of {', '.join(REDUCTIONS)}.")
+    if options.kind not in KINDS:
+        raise InputError(f"{op}: kind is {options.kind!r}; needs one of {', '.join(KINDS)}.")
+    if options.kind == "tvd" and options.beta != 0.5:
+        raise InputError(f"{op}: beta is {options.beta}, which kind='tvd' has not. Leave it out.")
     if not 0 <= options.beta <= 1:
         raise InputError(f"{op}: beta is {options.beta}; needs 0 to 1.")
     if not 0 < options.temperature < float("inf"):

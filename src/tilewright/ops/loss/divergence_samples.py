@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Cost, Sample, Workload
 from tilewright.ops import rows
 
-_OPTIONS = ("beta", "temperature", "reduction", "ignore_index", "log_probs")
+_OPTIONS = ("beta", "temperature", "reduction", "ignore_index", "log_probs", "kind")
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
@@ -61,6 +61,7 @@ EDGE_CASES = (
         "log_probs: gradients without a softmax, and the mean over elements",
         {"M": 6, "N": 40, "log_probs": True, "reduction": "mean", "beta": 0.7},
     ),
+    Workload("tvd: total variation", {"M": 5, "N": 77, "kind": "tvd", "temperature": 2.0, "ignored": 0.3}),
     Workload("log_probs_reverse", {"M": 4, "N": 40, "log_probs": True, "beta": 1.0}),
     Workload(
         "batch: a loss for each row, targets of 32 bits, another ignore_index",
@@ -88,6 +89,8 @@ BAD_INPUTS = (
     _bad("no classes", r"student is \(4, 0\)", student=torch.ones(4, 0), teacher=torch.ones(4, 0)),
     _bad("too few targets", r"target is \(3,\); needs \(4,\)", target=torch.zeros(3, dtype=torch.int64)),
     _bad("a beta above 1", "beta is 1.5; needs 0 to 1", beta=1.5),
+    _bad("a beta of total variation", "beta is 0.3, which kind='tvd' has not", beta=0.3, kind="tvd"),
+    _bad("no such kind", "kind is 'kl'; needs one of jsd, tvd", kind="kl"),
     _bad("a temperature of 0", "temperature is 0.0; needs a number above 0", temperature=0.0),
     _bad("a temperature of log-probabilities", "log_probs=True needs 1", temperature=2.0, log_probs=True),
     _bad("no such reduction", "reduction is 'max'; needs one of batchmean, mean, sum, none", reduction="max"),

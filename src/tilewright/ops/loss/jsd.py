@@ -24,6 +24,7 @@ class JsdArgs(NamedTuple):
     ignore_index: int
     reduction: str
     log_probs: bool
+    kind: str
 
 
 class JsdBackwardArgs(NamedTuple):
@@ -38,11 +39,12 @@ class JsdBackwardArgs(NamedTuple):
     ignore_index: int
     reduction: str
     log_probs: bool
+    kind: str
 
 
 def options_of(args: JsdArgs | JsdBackwardArgs) -> Options:
     """What `divergence` takes beside the tensors."""
-    return Options(args.beta, args.temperature, args.ignore_index, args.reduction, args.log_probs)
+    return Options(args.beta, args.temperature, args.ignore_index, args.reduction, args.log_probs, args.kind)
 
 
 @dispatch(OP)
@@ -56,12 +58,14 @@ def jsd(
     ignore_index: int = -100,
     reduction: str = "batchmean",
     log_probs: bool = False,
+    kind: str = "jsd",
     backend: str | None = None,
 ) -> Tensor:
     """beta * KL(p || m) + (1 - beta) * KL(q || m), m = beta * p + (1 - beta) * q, with q = softmax(student /
     temperature) and p = softmax(teacher / temperature); computed in float32.
 
     beta = 0 is the forward divergence KL(p || q), the usual loss of distillation, and 1 the reverse one, KL(q || p).
+    kind: "jsd", or "tvd", the total variation distance sum(abs(p - q)) / 2, which has no beta.
     student, teacher: (..., V) bf16|fp16|fp32, one shape and dtype; rows without one stride, or without a unit stride in
     a row, cost a copy.
     target: (...) int64|int32, of which only `ignore_index` is read: such a row has loss 0 and gradient 0.   None: all
@@ -87,7 +91,7 @@ def jsd(
                 raise InputError(f"{OP}: target is {tuple(target.shape)}; needs {shape}, as student.")
             target = target.reshape(-1)
         student, teacher = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (student, teacher))
-    args = JsdArgs(student, teacher, target, beta, temperature, ignore_index, reduction, log_probs)
+    args = JsdArgs(student, teacher, target, beta, temperature, ignore_index, reduction, log_probs, kind)
     loss: Tensor = call(CONTRACT, args, backend)[0]
     return loss if shape is None or reduction != "none" else loss.view(shape)
 
@@ -102,9 +106,10 @@ def reference(
     ignore_index: int = -100,
     reduction: str = "batchmean",
     log_probs: bool = False,
+    kind: str = "jsd",
 ) -> Tensor:
     """Plain torch, in float32."""
-    options = Options(beta, temperature, ignore_index, reduction, log_probs)
+    options = Options(beta, temperature, ignore_index, reduction, log_probs, kind)
     classes = student.shape[-1]
     flat = None if target is None else target.reshape(-1)
     loss, _ = divergence.forward(student.reshape(-1, classes), teacher.reshape(-1, classes), flat, options)

@@ -33,6 +33,7 @@ def linear_jsd(
     hard_weight: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "batchmean",
+    kind: str = "jsd",
     chunk_rows: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -70,7 +71,7 @@ def linear_jsd(
         raise InputError(f"{OP}: chunk_rows is {chunk_rows}; needs 1 or more, or None.")
     args = LinearJsdArgs(
         hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias, beta, temperature, hard_weight,
-        ignore_index, reduction, chunk, need_dhidden=False, need_dweight=False, need_dbias=False,
+        ignore_index, reduction, kind, chunk, need_dhidden=False, need_dweight=False, need_dbias=False,
     )  # fmt: skip
     if one_pass.suits(args):
         return one_pass.loss(CONTRACT, args, backend)
@@ -92,6 +93,7 @@ def reference(
     hard_weight: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "batchmean",
+    kind: str = "jsd",
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Plain torch, with all logits at once."""
@@ -99,7 +101,7 @@ def reference(
     flat = None if target is None else target.reshape(-1)
     args = LinearJsdArgs(
         student, weight, teacher, teacher_weight, flat, bias, teacher_bias, beta, temperature, hard_weight,
-        ignore_index, reduction, 0, need_dhidden=False, need_dweight=False, need_dbias=False,
+        ignore_index, reduction, kind, 0, need_dhidden=False, need_dweight=False, need_dbias=False,
     )  # fmt: skip
     loss = jsd_chunks.reference(args)[0]
     return loss.view(hidden.shape[:-1]) if reduction == "none" else loss
@@ -177,7 +179,7 @@ def check(args: LinearJsdArgs) -> None:
 
 def _raw_args(grads: Any, saved: Any, args: LinearJsdArgs, needs: Any) -> LinearJsdBackwardArgs:
     flags = bool(needs.hidden), bool(needs.weight), bool(needs.bias)
-    return LinearJsdBackwardArgs(*saved, grads[0], *args[7:13], *flags)  # type: ignore[call-arg]
+    return LinearJsdBackwardArgs(*saved, grads[0], *args[7:14], *flags)  # type: ignore[call-arg]
 
 
 CONTRACT = register(

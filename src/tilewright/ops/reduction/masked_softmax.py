@@ -51,10 +51,11 @@ def masked_softmax(
 
 
 def reference(x: Tensor, mask: Tensor | None = None, *, causal: bool = False, temperature: float = 1.0) -> Tensor:
-    """Plain torch, in float32."""
-    scores = x.to(rows.accumulate_dtype(x.dtype)) / temperature
+    """Plain torch: what changes scores widens them to float32, what hides them does not."""
+    added = mask is not None and mask.dtype != torch.bool
+    scores = x.to(rows.accumulate_dtype(x.dtype)) / temperature if added or temperature != 1 else x
     if mask is not None:
-        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+        scores = scores + mask.to(scores.dtype) if added else torch.where(mask, scores, -torch.inf)
     if causal:
         q, k = x.shape[-2:]
         visible = torch.ones(q, k, dtype=torch.bool, device=x.device).tril(k - q)
@@ -65,9 +66,12 @@ def reference(x: Tensor, mask: Tensor | None = None, *, causal: bool = False, te
 
 
 def _backward(args: MaskedSoftmaxBackwardArgs) -> Tensor:
+    """The gradient of softmax at y over its sum: y was rounded, and a constant dy has gradient 0."""
     dtype = rows.accumulate_dtype(args.y.dtype)
     dy, y = args.dy.to(dtype), args.y.to(dtype)
-    return (y * (dy - (dy * y).sum(-1, keepdim=True)) / args.temperature).to(args.y.dtype)
+    total = y.sum(-1, keepdim=True)
+    mean = (dy * y).sum(-1, keepdim=True) / torch.where(total == 0, 1, total)
+    return (y * (dy - mean) / args.temperature).to(args.y.dtype)
 
 
 KERNELS = ("triton.masked_softmax",)
@@ -198,6 +202,6 @@ CONTRACT = register(
             ),
         ),
         batch_dim=None,  # a mask may have the dimension too
-        gradient_tolerance=6.0,  # from y as it was rounded, as torch's softmax; autograd of the reference keeps float32
+        gradient_tolerance=6.0,  # of y as it was rounded; where the reference widens scores, its autograd is not
     )
 )

@@ -24,6 +24,7 @@ from tilewright.ops.gemm.dense.args import (
     bmm_bucket,
     matmul_bucket,
 )
+from tilewright.ops.gemm.dense.float8 import LONGEST
 from tilewright.ops.gemm.dense.reference import product
 from tilewright.ops.gemm.operands import FP8, RESULTS, Major, columns_out, copyable, major_a, major_b, unit_stride
 from tilewright.ops.rows import accumulate_dtype
@@ -97,7 +98,9 @@ def _torch_first(bucket: Any, dtype: torch.dtype, first: str) -> bool:
         and (bucket.K >= _LONG or bucket.N >= _WIDE)
     ):
         return False
-    return dtype != FP8 and bucket.M > 64 and bucket.epilogue == PLAIN
+    if dtype == FP8:  # cuBLASLt reads rows of a and columns of b, in whole vectors; other operands are copied
+        return single and bucket.M > 64 and bucket.layout == _NT and bool(bucket.aligned) and bucket.K <= LONGEST
+    return bucket.M > 64 and bucket.epilogue == PLAIN
 
 
 def gradient_of(forward: RawOp) -> Gradient:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tilewright.dispatch.derivatives import Function, level_is_open
 from tilewright.hardware.autocast import AUTOCASTS
+from tilewright.ops.gemm.dense import float8
 from tilewright.ops.gemm.dense.args import MatmulArgs, added_inside
-from tilewright.ops.gemm.operands import apply_epilogue
+from tilewright.ops.gemm.operands import FP8, apply_epilogue
 from tilewright.ops.rows import accumulate_dtype
 
 
@@ -19,8 +20,13 @@ def product(args: MatmulArgs, out: Tensor | None = None) -> Tensor:
     `out`: written and returned; may be `c`.
     """
     a, b, bias, c, scale, alpha, activation, out_dtype = args
-    if a.dtype == torch.float8_e4m3fn:  # every e4m3 number is a bfloat16 number
-        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    if a.dtype == FP8:
+        plain = not activation and bias is None and c is None and alpha == 1.0
+        z = float8.product(a, b, scale, out_dtype if plain else torch.float32)
+        if z is not None:
+            result = z if plain else apply_epilogue(z if alpha == 1.0 else z * alpha, bias, c, activation, out_dtype)
+            return result if out is None else out.copy_(result)
+        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)  # every e4m3 number is a bfloat16 number
     if a.dtype == torch.float64:
         out_dtype = torch.float64
     # On a GPU, BLAS adds to a float32 result of halves too

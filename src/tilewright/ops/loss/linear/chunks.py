@@ -33,10 +33,10 @@ def rows_of_chunk(m: int, classes: int, itemsize: int) -> int:
     return min(most, -(-even // _TILE) * _TILE)
 
 
-def _chunks(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) -> Iterator[tuple[slice, Tensor]]:
+def chunks_of(args: LinearCrossEntropyArgs | LinearCrossEntropyBackwardArgs) -> Iterator[tuple[slice, Tensor]]:
     """Rows of each chunk, and memory for their logits, which all chunks share."""
     m, classes = args.hidden.shape[0], args.weight.shape[0]
-    size = min(m, args.chunk_rows or rows_of_chunk(m, classes, args.hidden.itemsize))
+    size = max(1, min(m, args.chunk_rows or rows_of_chunk(m, classes, args.hidden.itemsize)))
     logits = args.hidden.new_empty((size, classes))
     for begin in range(0, m, size):
         end = min(begin + size, m)
@@ -89,7 +89,7 @@ def forward(run: Run, outs: Sequence[Tensor], args: LinearCrossEntropyArgs) -> N
         return
     plain = options._replace(z_loss=0.0, reduction="none")
     losses, rest, unused = torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(totals)
-    for chunk, logits in _chunks(args):
+    for chunk, logits in chunks_of(args):
         logits_of(run, logits, args.hidden[chunk], args.weight, args.bias)
         arguments = CrossEntropyArgs(logits, args.target[chunk], args.class_weight, *plain)
         run(cross_entropy.FORWARD, (losses[chunk], lse[chunk], rest[chunk], unused), *arguments)
@@ -102,7 +102,7 @@ def _with_gradients(
     """The loss of a chunk and its gradient in one launch; reductions other than "none"."""
     sums, gradients = torch.empty_like(loss), Gradients(run, args, outs)
     loss.zero_()
-    for chunk, logits in _chunks(args):
+    for chunk, logits in chunks_of(args):
         logits_of(run, logits, args.hidden[chunk], args.weight, args.bias)
         arguments = InPlaceArgs(logits, args.target[chunk], args.class_weight, None, totals, *options_of(args))
         run(IN_PLACE, (sums, lse[chunk]), *arguments)
@@ -115,7 +115,7 @@ def backward(run: Run, outs: Sequence[Tensor], args: LinearCrossEntropyBackwardA
     """The gradients, from logits that are computed again."""
     gradients = Gradients(run, args, outs)
     of_rows = args.reduction == "none"
-    for chunk, logits in _chunks(args):
+    for chunk, logits in chunks_of(args):
         logits_of(run, logits, args.hidden[chunk], args.weight, args.bias)
         dloss = args.dloss[chunk] if of_rows and args.dloss is not None else args.dloss
         dlse = None if args.dlse is None else args.dlse[chunk]

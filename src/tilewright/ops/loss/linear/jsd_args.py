@@ -20,6 +20,7 @@ class LinearJsdArgs(NamedTuple):
     hard_weight: float
     ignore_index: int
     reduction: str
+    kind: str
     chunk_rows: int  # 0: by memory
     need_dhidden: bool  # which gradients the forward computes, for a dloss of 1
     need_dweight: bool
@@ -41,6 +42,7 @@ class LinearJsdBackwardArgs(NamedTuple):
     hard_weight: float
     ignore_index: int
     reduction: str
+    kind: str
     chunk_rows: int
     need_dhidden: bool
     need_dweight: bool
@@ -49,4 +51,4 @@ class LinearJsdBackwardArgs(NamedTuple):
 
 def options_of(args: LinearJsdArgs | LinearJsdBackwardArgs) -> Options:
     """The options of the divergence, which is that of logits."""
-    return Options(args.beta, args.temperature, args.ignore_index, args.reduction, log_probs=False)
+    return Options(args.beta, args.temperature, args.ignore_index, args.reduction, log_probs=False, kind=args.kind)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Cost, Sample, Workload
 from tilewright.ops import rows
 
-_OPTIONS = ("beta", "temperature", "hard_weight", "reduction", "ignore_index", "chunk_rows")
+_OPTIONS = ("beta", "temperature", "hard_weight", "reduction", "ignore_index", "kind", "chunk_rows")
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
@@ -60,6 +60,7 @@ EDGE_CASES = (
         {**_SMALL, "beta": 1.0, "batch": 2, "reduction": "none", "chunk_rows": 4, "ignored": 0.3},
     ),
     Workload("hard: cross entropy in part", {**_SMALL, "hard_weight": 0.3, "ignored": 0.3, "chunk_rows": 4}),
+    Workload("tvd: total variation", {**_SMALL, "kind": "tvd", "chunk_rows": 4}),
     Workload("empty: no rows", {"M": 0, "N": 40, "K": 24, "reduction": "sum"}),
 )
 

@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence in Triton: a program has a row of the student and one of the teacher.
+"""Jensen-Shannon divergence and total variation in Triton: a program has a row of the student and one of the teacher.
 
 A row that fits in registers is read once.  For a longer one every lane keeps a running maximum and sum of both rows,
 and a second pass adds up the divergence.  The mixture m needs no sum of its own: with d = log q - log p, log m - log p
@@ -18,10 +18,9 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.exponential import exp
+from tilewright.ops.exponential import exp, log, log_by_polynomial
 from tilewright.ops.loss.divergence import Options
 from tilewright.ops.loss.jsd import BACKWARD, FORWARD, JsdArgs, JsdBackwardArgs, options_of
-from tilewright.ops.loss.kernels.triton.row_statistics import log
 from tilewright.ops.loss.kernels.triton.sum_rows import sum_rows
 from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
@@ -64,10 +63,19 @@ BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(1, n), torc
 @triton.jit
 def _divergence(q_log, p_log, mask, beta, KIND: tl.constexpr, LOG_PROBS: tl.constexpr, PRECISE: tl.constexpr):
     """Terms of the divergence of some classes, q, and the gradient of log q, without what a softmax cancels."""
-    q, p = exp(q_log, PRECISE), exp(p_log, PRECISE)
     has_q, has_p = q_log != float("-inf"), p_log != float("-inf")
     d = tl.where(has_q | has_p, q_log - p_log, 0.0)
-    if KIND == "forward":
+    is_teacher = d <= 0.0
+    ratio = exp(tl.where(is_teacher, d, -d), PRECISE)  # of the smaller one of q and p to the larger one
+    if PRECISE or KIND != "mixture":
+        q, p = exp(q_log, PRECISE), exp(p_log, PRECISE)
+    else:
+        larger = exp(tl.maximum(q_log, p_log), PRECISE)
+        q, p = tl.where(is_teacher, larger * ratio, larger), tl.where(is_teacher, larger, larger * ratio)
+    if KIND == "tvd":
+        term = 0.5 * tl.abs(q - p)
+        gradient = q * tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
+    elif KIND == "forward":
         term = tl.where(has_p, -d, 0.0) * p
         gradient = -p
     elif KIND == "reverse":
@@ -76,9 +84,8 @@ def _divergence(q_log, p_log, mask, beta, KIND: tl.constexpr, LOG_PROBS: tl.cons
         if LOG_PROBS:
             gradient += q
     else:
-        is_teacher = d <= 0.0
-        larger = tl.where(is_teacher, beta, 1.0 - beta)
-        mixture = log(larger + (1.0 - larger) * exp(tl.where(is_teacher, d, -d), PRECISE))
+        weight = tl.where(is_teacher, beta, 1.0 - beta)
+        mixture = log_by_polynomial(weight + (1.0 - weight) * ratio)
         of_p = tl.where(has_p, mixture + tl.where(is_teacher, 0.0, d), 0.0)
         of_q = tl.where(has_q, mixture - tl.where(is_teacher, d, 0.0), 0.0)
         gradient = (beta - 1.0) * q * of_q
@@ -88,9 +95,10 @@ def _divergence(q_log, p_log, mask, beta, KIND: tl.constexpr, LOG_PROBS: tl.cons
 
 @triton.jit
 def _absorb(m_i, l_i, part, PRECISE: tl.constexpr):
-    """Add a step to the running maximum and sum of exponentials of every lane."""
-    m_new = tl.maximum(m_i, part)
-    return m_new, l_i * exp(m_i - m_new, PRECISE) + exp(part - m_new, PRECISE)
+    """Add a step to the running maximum and sum of exponentials of every lane.  One of the two is the new maximum."""
+    is_larger = part > m_i
+    e = exp(tl.where(is_larger, m_i - part, part - m_i), PRECISE)
+    return tl.maximum(m_i, part), tl.where(is_larger, l_i * e + 1.0, l_i + e)
 
 
 @triton.jit
@@ -194,7 +202,7 @@ _gradient = TritonKernel(_jsd_gradient_kernel)
 
 
 def _kind(options: Options) -> str:
-    return {0: "forward", 1: "reverse"}.get(options.beta, "mixture")
+    return "tvd" if options.kind == "tvd" else {0: "forward", 1: "reverse"}.get(options.beta, "mixture")
 
 
 @register_kernel(

@@ -15,8 +15,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.exponential import exp
-from tilewright.ops.loss.kernels.triton.row_statistics import log
+from tilewright.ops.exponential import exp, log
 from tilewright.ops.loss.kernels.triton.sum_rows import sum_parts
 from tilewright.ops.loss.kl_div import BACKWARD, FORWARD, KlDivArgs, KlDivBackwardArgs, divisor
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
@@ -59,7 +58,8 @@ def _kl_div_kernel(
     if LOG_TARGET:
         loss = exp(t_fp32, PRECISE) * (t_fp32 - x_fp32)
     else:
-        loss = tl.where(t_fp32 == 0.0, 0.0, t_fp32 * log(t_fp32)) - t_fp32 * x_fp32
+        log_t = log(t_fp32) if PRECISE else tl.log(t_fp32)
+        loss = tl.where(t_fp32 == 0.0, 0.0, t_fp32 * log_t) - t_fp32 * x_fp32
     if REDUCE:
         tl.store(losses + tl.program_id(0), tl.sum(tl.where(mask, loss, 0.0), 0))
     else:

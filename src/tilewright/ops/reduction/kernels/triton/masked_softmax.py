@@ -2,7 +2,8 @@
 passes finds what is left of the first in L1 or L2.
 
 Keys after the diagonal are not read.  The mask is read where it lies, by its strides over x's shape.
-Backward: dx = y * (dy - dot(dy, y)) / temperature; y is 0 where a key is invisible, so it needs no mask.
+Backward: dx = y * (dy - dot(dy, y) / sum(y)) / temperature; y is 0 where a key is invisible, so it needs no mask.  The
+sum is 1 but for the rounding of y, and with it a constant dy has gradient 0.
 
 Traffic: 4*Q*K bytes a matrix forward at bf16, and the mask; backward 6*Q*K.
 """
@@ -67,7 +68,7 @@ def _scores(x, mask, cols, end, temperature, stride_k, MASK: tl.constexpr, TEMPE
 
 @triton.jit
 def _inverse(l_i):
-    """1 / l_i, and 0 for a row without a visible key."""
+    """1 / l_i; 0 for a row without a visible key."""
     return tl.where(l_i == 0.0, 0.0, tl.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i)))
 
 
@@ -124,18 +125,21 @@ def _masked_softmax_backward_kernel(
     if WHOLE:
         y_fp32 = tl.load(y + cols, mask=cols < K, other=0.0).to(tl.float32)
         dy_fp32 = tl.load(dy + cols, mask=cols < K, other=0.0).to(tl.float32)
-        dx_fp32 = y_fp32 * (dy_fp32 - tl.sum(y_fp32 * dy_fp32, 0)) * (1.0 / temperature)
+        mean = tl.sum(y_fp32 * dy_fp32, 0) * _inverse(tl.sum(y_fp32, 0))
+        dx_fp32 = y_fp32 * (dy_fp32 - mean) * (1.0 / temperature)
         tl.store(dx + cols, dx_fp32.to(dx.dtype.element_ty), mask=cols < K)
     else:
         dots = tl.zeros((BLOCK,), tl.float32)
+        sums = tl.zeros((BLOCK,), tl.float32)
         for start in tl.range(0, K, BLOCK):
             y_fp32 = tl.load(y + start + cols, mask=start + cols < K, other=0.0).to(tl.float32)
             dots += y_fp32 * tl.load(dy + start + cols, mask=start + cols < K, other=0.0).to(tl.float32)
-        dot = tl.sum(dots, 0)
+            sums += y_fp32
+        mean = tl.sum(dots, 0) * _inverse(tl.sum(sums, 0))
         for start in tl.range(0, K, BLOCK):
             y_fp32 = tl.load(y + start + cols, mask=start + cols < K, other=0.0).to(tl.float32)
             dy_fp32 = tl.load(dy + start + cols, mask=start + cols < K, other=0.0).to(tl.float32)
-            dx_fp32 = y_fp32 * (dy_fp32 - dot) * (1.0 / temperature)
+            dx_fp32 = y_fp32 * (dy_fp32 - mean) * (1.0 / temperature)
             tl.store(dx + start + cols, dx_fp32.to(dx.dtype.element_ty), mask=start + cols < K)
 
 
