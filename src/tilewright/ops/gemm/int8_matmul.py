@@ -11,7 +11,17 @@ from tilewright.errors import InputError
 from tilewright.ops.gemm import int8_samples as samples
 from tilewright.ops.gemm.dense.checks import check_epilogue, check_out_dtype
 from tilewright.ops.gemm.dense.raw import refuses_out
-from tilewright.ops.gemm.operands import ACTIVATIONS, aligned, apply_epilogue, columns_out, copyable, fold, folded_out
+from tilewright.ops.gemm.operands import (
+    ACTIVATIONS,
+    Major,
+    aligned,
+    apply_epilogue,
+    columns_out,
+    copyable,
+    fold,
+    folded_out,
+    major_a,
+)
 from tilewright.ops.gemm.scaled.cublas import padded
 
 OP = "int8_matmul"
@@ -127,6 +137,11 @@ def sums(a: Tensor, b: Tensor) -> Tensor:
     return result[:m, :n]
 
 
+def along_k(a: Tensor, b: Tensor) -> bool:
+    """Returns whether TMA can read both along K: it takes a single column for a row."""
+    return major_a(a) is Major.K and major_a(b) is Major.K
+
+
 def bucket_of(args: Int8MatmulArgs) -> Int8MatmulBucket:
     """Returns the sizes and properties that a config is chosen by."""
     a, b, n_out = args.a, args.b, columns_out(args.b.shape[0], args.activation)
@@ -134,7 +149,7 @@ def bucket_of(args: Int8MatmulArgs) -> Int8MatmulBucket:
         M=row_bucket(a.shape[0]),
         N=hint(b.shape[0]),
         K=hint(a.shape[1]),
-        aligned=int(aligned(a, b, n_out, args.out_dtype)),
+        aligned=int(along_k(a, b) and aligned(a, b, n_out, args.out_dtype)),
         out_bits=8 * args.out_dtype.itemsize,
         gated=int(args.activation == "swiglu"),
     )

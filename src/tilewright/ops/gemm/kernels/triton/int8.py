@@ -17,7 +17,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel, target_of
-from tilewright.ops.gemm.int8_matmul import FORWARD, Int8MatmulArgs, Int8MatmulBucket
+from tilewright.ops.gemm.int8_matmul import FORWARD, Int8MatmulArgs, Int8MatmulBucket, along_k
 from tilewright.ops.gemm.kernels.triton.dense import FILL, REDUCE_M, REDUCE_N
 from tilewright.ops.gemm.kernels.triton.int8_kernel import int8_gemm_kernel, int8_reduce_kernel
 from tilewright.ops.gemm.kernels.triton.tiles import (
@@ -115,8 +115,10 @@ def _multiply(d: Tensor, args: Int8MatmulArgs, config: Config) -> None:
     arch = target_of(a)
     strides, descriptors = (*d.stride()[:2], a.stride(1), b.stride(1)), False
     # The bucket speaks of a and b; d may be strided by its caller, or hold sums of odd rows
-    if config.descriptors and all(map(copyable, (d, a, b))) and has_descriptors(arch):
+    if config.descriptors and along_k(a, b) and all(map(copyable, (d, a, b))) and has_descriptors(arch):
         strides, descriptors = (*pitches(d, 1), pitches(a, 1)[1], pitches(b, 1)[1]), True
+    if arch.startswith("gfx"):  # 256 columns with their scales spill
+        config = config._replace(block_n=min(config.block_n, 128))
     fit = fitted(config, arch, a.element_size(), d.element_size(), None, activation)
     config = fit.config
     tiles = splits * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)

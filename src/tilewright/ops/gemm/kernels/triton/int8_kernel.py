@@ -125,9 +125,9 @@ def int8_reduce_kernel(
 ):  # fmt: skip
     """Computes d = act((partials[0] + partials[1] + ...) * scale_a * scale_b + bias)."""
     GATED: tl.constexpr = 2 if ACT == "swiglu" else 1
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    row = tl.program_id(0) // tiles_n * BLOCK_M
-    col = tl.program_id(0) % tiles_n * BLOCK_N
+    _, batch, tile_m, tile_n = _tile_coordinates(tl.program_id(0), 1, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), 1, 1)
+    row = tile_m * BLOCK_M
+    col = tile_n * BLOCK_N
     offs_m = tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
     offs_n = tl.arange(0, BLOCK_N)[None, :]
     mask = (offs_m < M - row) & (offs_n < N - col)
@@ -139,4 +139,4 @@ def int8_reduce_kernel(
         acc, scale_a, scale_b, bias, row, col, M, N, stride_sa, stride_sb, stride_bias,
         ACT, d.dtype.element_ty == tl.float32,
     ).to(d.dtype.element_ty)  # fmt: skip
-    _store(d, value, 0, row, col // GATED, M, N // GATED, 0, stride_dm, WIDE)
+    _store(d, value, batch, row, col // GATED, M, N // GATED, 0, stride_dm, WIDE)
