@@ -37,12 +37,12 @@ DEEP = 128  # one row of the TMA swizzle, in elements
 def configure(bucket: Int8MatmulBucket, dtype: torch.dtype) -> Config:
     """Returns the largest tile that still gives FILL tiles; up to 64 rows get narrow ones, with K split.
 
-    An H200's tensor cores take a tile of int8 in half the time of bf16; the sizes are those of `dense.py` in bytes.
+    The sizes are those of `dense.py` in bytes; unaligned operands, read byte by byte, have few configs.
     """
     m, n, k, is_aligned = bucket.M, bucket.N, bucket.K, bucket.aligned
     if m <= 64:
         block_m, splits = 16 if m <= 16 else 64, 1
-        while splits < 8 and 2 * splits * -(-n // 64) <= FILL + 4 and k >= 1024 * splits:
+        while is_aligned and splits < 4 and 2 * splits * -(-n // 64) <= FILL + 4 and k >= 1024 * splits:
             splits *= 2
         return Config(block_m, 64, DEEP, 4, 4 if is_aligned else 3, 8, bool(is_aligned), splits)
     if not is_aligned:

@@ -36,7 +36,7 @@ def _scaled_epilogue(
     return _epilogue(z, 1.0, bias, None, row, row, col, M, N, N, stride_bias, 0, 0, 0, 1, ACT, PRECISE, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("M", "N", "K", "splits", "stride_ds", "stride_dm", "stride_am", "stride_bn"))
 def int8_gemm_kernel(
     d, a, b, scale_a, scale_b, bias,  # d: (splits, M, N_out)   a: (M, K)   b: (N, K)   scales: (M,), (N,)   by stride
     M, N, K, splits, stride_ds, stride_dm, stride_am, stride_bn, stride_sa, stride_sb, stride_bias,
@@ -45,7 +45,7 @@ def int8_gemm_kernel(
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Computes d = act((a @ b.T) * scale_a * scale_b + bias), tile by tile; with SPLIT int32 sums of each part of K."""
-    # Tell the compiler what is a multiple of 16 bytes
+    # Tell the compiler what is a multiple of 16 bytes: nothing else of a size changes its code
     GATED: tl.constexpr = 2 if ACT == "swiglu" else 1
     N_out = _multiple(N // GATED, VECTOR_D)
     K = _multiple(K, VECTOR_A)
@@ -117,7 +117,7 @@ def int8_gemm_kernel(
                 _store(d, value, split, row, part_col // GATED, M, N_out, stride_ds, stride_dm, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("M", "splits"))
 def int8_reduce_kernel(
     d, partials, scale_a, scale_b, bias,  # d: (M, N_out)   partials: (splits, M, N) int32, contiguous
     M, N, splits, stride_dm, stride_sa, stride_sb, stride_bias,
