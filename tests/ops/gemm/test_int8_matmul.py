@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tilewright import ops
 from tilewright.dispatch import contract
 from tilewright.errors import InputError
-from tilewright.ops.gemm.int8_matmul import MOST_K, Int8MatmulArgs, Int8MatmulBucket
+from tilewright.ops.gemm.int8_matmul import MOST_K, Int8MatmulArgs, Int8MatmulBucket, cublas_sums, sums
 
 interp = pytest.mark.interp
 POISON = -77.0
@@ -34,6 +34,17 @@ def test_a_float32_result_is_off_by_three_roundings(m, n, k):
     got = ops.int8_matmul(a, b, scale_a, scale_b, out_dtype=torch.float32)
     assert got.shape == (m, n) and got.dtype == torch.float32
     assert ((got.double() - wanted).abs() <= 3.1 * 2**-24 * wanted.abs()).all()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 3), (16, 8, 8), (17, 16, 32), (33, 30, 40)])
+def test_cublas_gets_sizes_that_it_takes(m, n, k, monkeypatch):
+    def int_mm(x, y):
+        assert x.shape[0] > 16 and x.shape[1] % 8 == y.shape[1] % 8 == 0
+        return (x.long() @ y.long()).int()
+
+    monkeypatch.setattr(torch, "_int_mm", int_mm)
+    a, b, _, _ = problem(m, n, k)
+    assert torch.equal(cublas_sums(a, b).double(), sums(a, b))
 
 
 def test_a_sum_that_int32_may_not_hold_is_refused():

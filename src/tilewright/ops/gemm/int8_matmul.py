@@ -68,7 +68,7 @@ def int8_matmul(
     K is at most 131,071, so that sums of any int8 numbers, -128 among them, fit int32.   Returns (..., M, N_out).
 
     Sums are int32.  The rest is float32, in the order of the formula, and rounded once to out_dtype: without an
-    activation every backend and configuration gives the same bits.  A scale that is NaN makes its row NaN.
+    activation every configuration gives the same bits, which are torch's too.  A scale that is NaN makes its row NaN.
     Operands that are not contiguous along K cost a copy.
 
     bias: (N,) bf16|fp16|fp32.   activation: None, "relu", "gelu" (by tanh), "silu", or "swiglu", for which rows of b
@@ -126,13 +126,18 @@ def product(args: Int8MatmulArgs) -> Tensor:
 
 
 def sums(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b.T, exactly: int32 of tensor cores on a GPU, float64 elsewhere, for which both are copied.
+    """Returns a @ b.T, exactly: int32 of tensor cores on a GPU, float64 elsewhere, for which both are copied."""
+    if a.device.type != "cuda" or 0 in (*a.shape, b.shape[0]):
+        return a.to(torch.float64) @ b.to(torch.float64).mT
+    return cublas_sums(a, b)
+
+
+def cublas_sums(a: Tensor, b: Tensor) -> Tensor:
+    """Returns int32 a @ b.T by cuBLASLt.
 
     `torch._int_mm` takes more than 16 rows, and N and K in multiples of 8; others are padded with zeros.
     """
-    (m, k), n = a.shape, b.shape[0]
-    if a.device.type != "cuda" or 0 in (m, k, n):
-        return a.to(torch.float64) @ b.to(torch.float64).mT
+    m, n = a.shape[0], b.shape[0]
     result = torch._int_mm(padded(a, 32 if m <= 16 else 1, 16), padded(b, 16, 16).mT)
     return result[:m, :n]
 

@@ -1,7 +1,7 @@
 """Another product of the same values, as a yardstick: cuBLAS on both operands in 16 bits.
 
-The reference is `torch._int_mm`, cuBLASLt's int8 product, and torch's own ops for the scales.  So "eager" and "compile",
-which makes one launch of these ops, are the same problem in torch.
+The reference is `torch._int_mm`, the int8 product of cuBLASLt, and torch's own ops for the scales.  The same problem in
+torch is "eager", and "compile", which makes one launch of these ops.
 """
 
 import torch
