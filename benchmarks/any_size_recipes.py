@@ -331,7 +331,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "group_norm": (1, group_norm),
     "grouped_matmul": (3, grouped_matmul),
     "groups_of_rows": (1, groups_of_rows),
-    "int8_matmul": (2, int8_matmul),
+    "int8_matmul": (1, int8_matmul),
     "jsd": (1, jsd),
     "k_grouped_matmul": (1, k_grouped_matmul),
     "kl_div": (1, kl_div),

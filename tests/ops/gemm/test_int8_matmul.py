@@ -115,16 +115,44 @@ def run(engine, operands, config, bias=None, activation="", out_dtype=torch.floa
     return made
 
 
+CONFIGS = {
+    "tma": (16, 32, 64, 4, 3, 2, True, 1),
+    "tma_parts": (32, 64, 128, 4, 3, 8, True, 2),
+    "pointers_parts": (16, 64, 64, 4, 3, 8, False, 3),
+    "wide: the epilogue takes four parts of the columns": (16, 256, 64, 8, 3, 8, True, 1),
+}
+
+
 @interp
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [(16, 32, 64, 4, 3, 2, True, 1), (16, 64, 64, 4, 3, 8, False, 3)])
-def test_every_config_gives_the_bits_of_the_reference(engine, config, out_dtype):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_gives_the_bits_of_the_reference(engine, name, out_dtype):
     """Tiles, orders, loads, parts of K: sums are integers, and every rounding has its place."""
     for m, n, k in ((21, 96, 272), (5, 40, 77), (1, 16, 640)):
         operands, bias = problem(m, n, k), torch.randn(n)
-        made = run(engine, operands, engine.Config(*config), bias, out_dtype=out_dtype)
+        made = run(engine, operands, engine.Config(*CONFIGS[name]), bias, out_dtype=out_dtype)
         wanted = ops.int8_matmul(*operands, bias=bias, out_dtype=out_dtype, backend="torch")
         assert torch.equal(made, wanted)
+
+
+@interp
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "swiglu"])
+def test_an_activation_follows_the_sum_of_all_parts(engine, activation):
+    operands, bias = problem(9, 72, 300), torch.randn(72)
+    for splits in (1, 2):
+        config = engine.Config(16, 64, 64, 4, 3, 8, True, splits)
+        made = run(engine, operands, config, bias, activation)
+        wanted = ops.int8_matmul(*operands, bias=bias, activation=activation, out_dtype=torch.float32, backend="torch")
+        torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
+
+
+@interp
+def test_any_number_of_programs_and_any_order_of_tiles_gives_the_same_bits(engine, monkeypatch):
+    operands = problem(72, 272, 64)
+    wanted = ops.int8_matmul(*operands, out_dtype=torch.float32, backend="torch")
+    for processors, group_m in ((1, 1), (7, 8), (1000, 2)):
+        monkeypatch.setattr(engine, "usable_sms", lambda _, n=processors: n)
+        assert torch.equal(run(engine, operands, engine.Config(16, 64, 64, 4, 3, group_m, True, 1)), wanted)
 
 
 @interp
