@@ -53,6 +53,18 @@ def test_a_sum_that_int32_may_not_hold_is_refused():
         ops.int8_matmul(a, a, scale, scale)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", ["a", "scale_a", "bias"])
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_tensors_without_strides_are_refused_before_anything_reads_them(name, kind):
+    a, b, scale_a, scale_b = problem(4, 6, 8)
+    arguments = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "bias": torch.ones(6)}
+    t = arguments[name]
+    arguments[name] = t.to_sparse() if kind == "sparse" else torch.nested.nested_tensor(list(t[:2, None]))
+    with pytest.raises(InputError, match=rf"{name} is (a )?{kind}"):
+        ops.int8_matmul(**arguments)
+
+
 def test_the_epilogue_rounds_once():
     one = torch.ones(1, 1, dtype=torch.int8)
     bias = torch.tensor([2.0**-8 + 2.0**-9])  # 1 + this is between two bfloat16; rounding twice would lose it

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import Contract, RawOp, call, dispatch, register
+from tilewright.dispatch.arguments import refuse_layout
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
 from tilewright.ops.gemm import int8_samples as samples
@@ -77,6 +78,7 @@ def int8_matmul(
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.  On a GPU torch runs `_int_mm`.
     There is no gradient: raises InputError where one is wanted, and for all that is outside of the above.
     """
+    refuse_layout(OP, a=a, scale_a=scale_a, bias=bias)
     if not isinstance(a, Tensor) or a.dim() < 2:
         raise InputError(f"{OP}: a is {_described(a)}; needs a tensor (..., M, K).")
     leading = a.shape[:-1]

@@ -65,7 +65,7 @@ WORKLOADS = (
     *(_row(f"llama8b_gate_up_swiglu_m{m}", m, *LLAMA_8B["gate_up"], activation="swiglu") for m in (16, 4096)),
     _row("llama8b_qkv_bias_m64", 64, *LLAMA_8B["qkv"], bias=True),
 )
-CPU_WORKLOADS = (Workload("small", {"M": 16, "N": 512, "K": 512}, directions=("fwd",)),)
+CPU_WORKLOADS = (_row("small", 16, 512, 512),)
 
 
 def _case(name: str, m: int, n: int, k: int, **options: Any) -> Workload:
