@@ -195,3 +195,21 @@ def test_a_bucket_tells_what_tma_refuses():
     odd = torch.zeros(4, 65, dtype=torch.int8)
     assert is_aligned(a, b) == is_aligned(a, b, "swiglu") == 1
     assert is_aligned(odd[:, :64], b) == is_aligned(a, b[:20]) == is_aligned(a, b[:24], "swiglu") == 0
+
+
+@pytest.mark.compile
+def test_many_rows_run_on_hopper_s_int8_units_from_tma(engine):
+    from tests.harness.fake_driver import target
+
+    def meta(*shape: int, of: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    size = 4096
+    matrices, scales = (meta(size, size, of=torch.int8),) * 2, (meta(size, 1, of=torch.float32),) * 2
+    config = engine.configure(Int8MatmulBucket(size, size, size, 1, 16, 0), torch.int8)
+    with target("sm_90") as compiled:
+        d = meta(size, size, of=torch.bfloat16)
+        engine.launch((d,), Int8MatmulArgs(*matrices, *scales, None, "", torch.bfloat16), config)
+    (kernel,) = compiled
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in kernel.asm["ptx"]
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
