@@ -1,10 +1,12 @@
-"""How the problems of weights of few bits are drawn: integers with scales of groups, and scales of short blocks."""
+"""How the problems of few bits are drawn: integers with scales of rows or groups, and scales of short blocks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from any_size_draw import Draw, Model, Sizes
-from any_size_parts import decoded, floating, half, layer, product_cost, tokens
+from any_size_parts import decoded, floating, half, layer, part_of, product_cost, tokens
 
 
 def weight_only_matmul(draw: Draw, model: Model) -> Sizes:
@@ -47,3 +49,20 @@ def dequantize_blocks(draw: Draw, model: Model) -> Sizes:
     part, n, k = layer(draw, model)
     sizes = {"M": n, "N": k // 32 * 32, "format": draw.pick(("mxfp4", "nvfp4", "mxfp8"))}
     return Sizes(part, sizes, torch.uint8, elements=4 * n * k)
+
+
+def int8_matmul(draw: Draw, model: Model) -> Sizes:
+    """Activations times weights, both int8."""
+    part, n, k = layer(draw, model)
+    m = tokens(draw)
+    options: dict[str, Any] = {"bias": True} if part == "qkv" and model.qkv_bias else {}
+    if part == "gate_up" and draw.chance(0.3):
+        options["activation"] = "swiglu"
+    return Sizes(part, {"M": m, "N": n, "K": k, **options}, torch.int8, **product_cost(m, n, k))
+
+
+def per_token_cast_to_int8(draw: Draw, model: Model) -> Sizes:
+    """Activations before a layer, or between the layers of an MLP."""
+    m, n = tokens(draw), draw.pick((model.hidden, part_of(draw, model.intermediate)))
+    options = draw.pick(({}, {}, {"smooth": True}))
+    return Sizes("activations", {"M": m, "N": n, **options}, floating(draw), 2 * m * n)

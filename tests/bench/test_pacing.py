@@ -55,9 +55,10 @@ def test_the_matrix_rate_is_that_of_the_fastest_product(monkeypatch: pytest.Monk
     assert matrix.matrix_rate(torch.float32, CPU) == 2 * 16**3 / 2.0
 
 
-def test_the_matrix_rate_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_the_matrix_rate_of_this_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "_CPU_SIZES", ((64, 64, 64),))
-    assert 1 < matrix.matrix_rate(torch.float32, CPU) < 1e8
+    assert 1 < matrix.matrix_rate(dtype, CPU) < 1e8
 
 
 @pytest.mark.gpu

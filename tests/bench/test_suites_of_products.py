@@ -18,8 +18,10 @@ OPS = {
         "per_channel_cast_to_fp8",
         "per_tensor_cast_to_fp8",
         "per_token_cast_to_fp8",
+        "per_token_cast_to_int8",
     },
     "gemm_fp8": {"scaled_matmul", "scaled_matmul_fp8"},
+    "gemm_int8": {"int8_matmul"},
     "grouped": {"group_gemm", "grouped_matmul", "groups_of_rows", "k_grouped_matmul", "masked_matmul"},
     "weight_only": {"block_matmul", "dequantize_weight", "quantize_weight", "weight_only_matmul"},
 }
@@ -40,6 +42,7 @@ def test_every_declared_row_can_be_made(suite: str) -> None:
 def test_rows_of_eight_bits_are_held_against_the_rate_of_eight_bits() -> None:
     """The dtype of a case chooses the matrix rate that its floor is made of."""
     assert {item.dtype for item in select("gemm_fp8", device=GPU)} == {FP8}
+    assert {item.dtype for item in select("gemm_int8", device=GPU)} == {torch.int8}
     for op in ("grouped_matmul", "masked_matmul", "k_grouped_matmul"):
         rows = select("grouped", ops=[op], device=GPU)
         assert {item.dtype for item in rows} == {FP8, HALF}

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 import tilewright
 from tilewright.errors import InputError, PatchError
 from tilewright.generate.checks import fingerprint
-from tilewright.models.quantise import FORMATS
-from tilewright.nn import FP8Linear, WeightOnlyLinear
+from tilewright.models.quantise import FORMATS, LAYERS
+from tilewright.nn import WeightOnlyLinear
 
 WIDE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128
 }  # fmt: skip
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-ERRORS = {"int8": 0.02, "mxfp8": 0.12, "fp8": 0.12, "int4": 0.3, "nvfp4": 0.3, "mxfp4": 0.4}
+ERRORS = {"int8": 0.02, "w8a8_int8": 0.05, "mxfp8": 0.12, "fp8": 0.12, "int4": 0.3, "nvfp4": 0.3, "mxfp4": 0.4}
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -37,7 +37,7 @@ def test_every_layer_but_the_head(format: str) -> None:
     model = build("llama", **WIDE)
     before = logits(model)
     report = tilewright.quantize_(model, format)
-    cls = FP8Linear if format == "fp8" else WeightOnlyLinear
+    cls = LAYERS.get(format, WeightOnlyLinear)
     changed = {path.rpartition(".")[2] for path, m in model.named_modules() if isinstance(m, cls)}
     assert changed == LINEARS
     assert report.counts() == {"quant": 7 * len(model.model.layers)}
@@ -113,7 +113,7 @@ def test_refusals() -> None:
         tilewright.quantize_(model)
 
 
-@pytest.mark.parametrize("format", ["int8", "mxfp4"])
+@pytest.mark.parametrize("format", ["w8a8_int8", "mxfp4"])
 def test_a_patch_is_verified_and_undone(format: str) -> None:
     model = build("llama", **WIDE)
     before, prints, linear = logits(model), fingerprint(model), model.model.layers[0].mlp.up_proj
@@ -121,7 +121,7 @@ def test_a_patch_is_verified_and_undone(format: str) -> None:
         assert p.report().counts()["quant"] == 7 * len(model.model.layers)
         result = p.verify()
         assert result.passed and result.logits.narrow > 0
-        assert isinstance(model.model.layers[0].mlp.up_proj, WeightOnlyLinear)
+        assert isinstance(model.model.layers[0].mlp.up_proj, LAYERS.get(format, WeightOnlyLinear))
         assert relative(logits(model), before) > 1e-4
     assert model.model.layers[0].mlp.up_proj is linear
     assert fingerprint(model) == prints

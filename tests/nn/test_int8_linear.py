@@ -8,7 +8,7 @@ import torch
 from torch import nn as torch_nn
 from torch.autograd import forward_ad
 
-from tilewright.errors import InputError
+from tilewright.errors import BackendError, InputError
 from tilewright.nn import Int8Linear, RMSNorm, smooth_, smoothing_factors
 from tilewright.ops.quant.int8 import quantise_rows
 
@@ -128,6 +128,16 @@ def test_bad_inputs():
         ours(torch.ones(2, K, dtype=torch.float64))
     with pytest.raises(InputError, match=r"weight is torch\.float64"):
         Int8Linear.from_linear(torch_nn.Linear(4, 4, dtype=torch.float64))
+    with pytest.raises(InputError, match="131072 inputs; sums of int32 hold 131071"):
+        Int8Linear.from_linear(torch_nn.Linear(2**17, 1))
+
+
+def test_a_backend_is_strict():
+    linear, _ = pair()
+    with pytest.raises(BackendError, match=r"per_token_cast_to_int8\[triton\]"):
+        Int8Linear.from_linear(linear, backend="triton")(torch.ones(2, K))
+    torch_only = Int8Linear.from_linear(linear, backend="torch")
+    assert torch.equal(torch_only(torch.ones(2, K)), Int8Linear.from_linear(linear)(torch.ones(2, K)))
 
 
 def outliers(offset: float) -> tuple[RMSNorm, list[torch_nn.Linear], torch.Tensor]:

@@ -32,6 +32,11 @@ def matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    if dtype == torch.int8 and device.type == "cuda":
+        a, b = (torch.randint(-128, 128, (rows, k), dtype=dtype, device=device) for rows in (m, n))
+        return lambda: torch._int_mm(a, b.T)
+    if dtype == torch.int8:
+        dtype = torch.float64  # in which a CPU adds exactly
     a, b = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
     if dtype.itemsize > 1:
         return lambda: a @ b.T

@@ -26,8 +26,8 @@ def bench_suite(
         str | None,
         typer.Argument(
             metavar="[SUITE]",
-            help="norm, activation, rope, softmax, dropout, gemm, gemm_fp8, grouped, quant, weight_only, attention, "
-            "decode, sampling, kvcache, moe, loss, optim, all, or an op.",
+            help="norm, activation, rope, softmax, dropout, gemm, gemm_fp8, gemm_int8, grouped, quant, weight_only, "
+            "attention, decode, sampling, kvcache, moe, loss, optim, all, or an op.",
         ),
     ] = None,
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,

@@ -56,8 +56,8 @@ def patch(
     fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against
              the error that the same float8 makes in plain torch
-    quant    "int4", "int8", "mxfp4", "nvfp4" or "mxfp8": also put linear layers into that format, as `quantize_` does,
-             beside their weights, which undo puts back; "fp8" is fp8=True.  Verified like float8
+    quant    "int4", "int8", "mxfp4", "nvfp4", "mxfp8" or "w8a8_int8": also put linear layers into that format, as
+             `quantize_` does, beside their weights, which undo puts back; "fp8" is fp8=True.  Verified like float8
 
     `copy.deepcopy`, `pickle`, `torch.compile` and `state_dict` of a patched model work; a copy stays patched when the
     original is undone. Hooks registered later on a norm that runs inside `add_rms_norm` or

@@ -1,7 +1,8 @@
 """One call that puts the linear layers of a model into fewer bits, in place: `tilewright.quantize_`.
 
-The layers are exchanged for `nn.WeightOnlyLinear` or a frozen `nn.FP8Linear`, and the wide weights are let go: that is
-what saves memory.  `patch(model, quant=...)` keeps the weights beside quantised copies, verifies, and can be undone.
+The layers are exchanged for `nn.WeightOnlyLinear`, `nn.Int8Linear` or a frozen `nn.FP8Linear`, and the wide weights are
+let go: that is what saves memory.  `patch(model, quant=...)` keeps the weights beside quantised copies, verifies, and
+can be undone.
 """
 
 from collections import Counter
@@ -15,12 +16,15 @@ from tilewright.errors import InputError, PatchError
 from tilewright.models.fp8_linears import SMALLEST, heads
 from tilewright.models.report import Report, Row
 from tilewright.models.specialise import origin, patched_modules
+from tilewright.nn import int8_linear
 from tilewright.nn.fp8_linear import FP8Linear
 from tilewright.nn.weight_only_linear import WeightOnlyLinear, unfit
 
-Format = Literal["int8", "int4", "fp8", "mxfp8", "mxfp4", "nvfp4"]
+Format = Literal["int8", "int4", "fp8", "w8a8_int8", "mxfp8", "mxfp4", "nvfp4"]
 FORMATS: tuple[str, ...] = get_args(Format)
-MOST = {"int8": 0.25, "mxfp8": 0.25, "int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5}
+LAYERS: dict[str, type[nn.Module]] = {"fp8": FP8Linear, "w8a8_int8": int8_linear.Int8Linear}
+"""Layers with activations of 8 bits; other formats are those of `nn.WeightOnlyLinear`."""
+MOST = {"int8": 0.25, "w8a8_int8": 0.25, "mxfp8": 0.25, "int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5}
 """Largest relative error of logits that `patch(quant=)` accepts.  Numbers of 4 bits make 8 to 12 % of error a
 product of random numbers.
 """
@@ -47,7 +51,8 @@ def quantize_(
         print(tilewright.quantize_(model, "int4"))
 
     format    "int4", "int8": integers with a scale for 128 of a row, activations stay in 16 bits; "mxfp4", "nvfp4",
-              "mxfp8": numbers with a scale for 32 or 16; "fp8": e4m3 for weights and activations, as `nn.FP8Linear`
+              "mxfp8": numbers with a scale for 32 or 16; "fp8": e4m3 for weights and activations, as `nn.FP8Linear`;
+              "w8a8_int8": int8 for both, with a scale for each row, as `nn.Int8Linear`
     filter    (path, layer) -> whether to take this layer
     skip      paths, or their last parts ("gate", "model.layers.0.mlp.down_proj"), that stay
     smallest  layers with fewer inputs or outputs stay
@@ -97,7 +102,7 @@ class Exchange:
             if not isinstance(module, nn.Linear):
                 continue
             reason = _why_not(path, module, format, smallest, skip, filter, module in kept_heads, owners)
-            text = reason or f"nn.{'FP8Linear' if format == 'fp8' else 'WeightOnlyLinear'} of {format}"
+            text = reason or f"nn.{LAYERS.get(format, WeightOnlyLinear).__name__} of {format}"
             name = origin(type(module))[0].__name__
             rows.append(Row(path, name, "quant", "left" if reason else "replaced", text))
             if not reason:
@@ -148,6 +153,8 @@ def converted(linear: nn.Linear, format: str, backend: str | None = None) -> nn.
     """The layer that takes the place of `linear`."""
     if format == "fp8":
         return FP8Linear.from_linear(linear, frozen=True, backend=backend)
+    if format == "w8a8_int8":
+        return int8_linear.Int8Linear.from_linear(linear, backend=backend)
     return WeightOnlyLinear.from_linear(linear, format, backend=backend)
 
 
@@ -180,7 +187,9 @@ def _why_not(
         return f"{module.in_features} inputs and {module.out_features} outputs; below {smallest} a layer stays"
     if format == "fp8" and (module.in_features % _UNIT or module.out_features % _UNIT):
         return f"{module.in_features} inputs and {module.out_features} outputs are not multiples of {_UNIT}"
-    if format != "fp8" and (reason := unfit(format, module.in_features)):
+    if format == "w8a8_int8" and (reason := int8_linear.unfit(module.in_features)):
+        return reason
+    if format not in LAYERS and (reason := unfit(format, module.in_features)):
         return reason
     if filter is not None and not filter(path, module):
         return "the filter leaves it"

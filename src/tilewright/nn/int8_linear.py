@@ -1,4 +1,4 @@
-"""A linear layer with an int8 weight, one scale an output channel, and activations cast to int8 in every call."""
+"""A linear layer with an int8 weight, a scale an output channel, and activations cast to int8 in every call (W8A8)."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from tilewright.dispatch.derivatives import has_tangent
 from tilewright.errors import InputError
 from tilewright.nn.fp8_linear import result_dtype
-from tilewright.ops.quant.int8 import SOURCES, dequantise_rows, product, quantise_rows
+from tilewright.ops.gemm.int8_matmul import MOST_K, int8_matmul
+from tilewright.ops.quant.int8 import SOURCES, dequantise_rows
+from tilewright.ops.quant.per_token_cast_to_int8 import per_token_cast_to_int8
 
 
 class Int8Linear(nn.Module):
@@ -19,8 +21,8 @@ class Int8Linear(nn.Module):
     bias: (out_features,) or None, a parameter that may be trained.
     x: (..., in_features) bf16|fp16|fp32, cast with one scale a token; the result has its dtype, or autocast's.
 
-    Sums of products are exact; the float32 epilogue rounds once.  Torch computes all of it, in float64 and with float64
-    copies of both operands: the layer saves memory between calls, not time, until an int8 kernel serves it.
+    Sums of products are exact; the float32 epilogue rounds once: `per_token_cast_to_int8`, then `int8_matmul`.
+    backend: run both on exactly this backend or raise BackendError.
     The gradient of x passes straight through the cast: dz @ (weight * weight_scale), in the dtype of dz.  There is no
     forward-mode derivative.  Loading a state_dict with a wider `weight` casts it; `.to(dtype)` changes the bias alone.
     """
@@ -36,9 +38,12 @@ class Int8Linear(nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
     ) -> None:
         """A layer of zeros, to load a state_dict into.  dtype: that of the bias."""
         super().__init__()
+        self.backend = backend
         q = torch.zeros(out_features, in_features, device=device, dtype=torch.int8)
         scales = torch.ones(out_features, device=device, dtype=torch.float32)
         self._hold(q, scales, nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None)
@@ -50,13 +55,16 @@ class Int8Linear(nn.Module):
         self.register_parameter("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Self:
+    def from_linear(cls, linear: nn.Linear, *, backend: str | None = None) -> Self:
         """A layer with the cast weight of `linear`, whose bias it shares."""
         if linear.weight.dtype not in SOURCES:
             raise InputError(f"Int8Linear: weight is {linear.weight.dtype}; needs bfloat16, float16 or float32.")
+        if reason := unfit(linear.in_features):
+            raise InputError(f"Int8Linear: {reason}")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._hold(*quantise_rows(linear.weight.detach()), linear.bias)
+        layer.backend = backend
+        layer._hold(*_cast(linear.weight), linear.bias)
         layer.training = linear.training
         return layer
 
@@ -72,7 +80,7 @@ class Int8Linear(nn.Module):
                 "reverse mode."
             )
         rows = x.reshape(x.shape[:-1].numel(), self.in_features)
-        arguments = rows, self.weight, self.weight_scale, self.bias, result_dtype(x)
+        arguments = rows, self.weight, self.weight_scale, self.bias, result_dtype(x), self.backend
         trained = x.requires_grad or (self.bias is not None and self.bias.requires_grad)
         result: Tensor = _Product.apply(*arguments) if torch.is_grad_enabled() and trained else _forward(*arguments)
         return result.view(*x.shape[:-1], self.out_features)
@@ -93,14 +101,34 @@ class Int8Linear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if isinstance(weight, Tensor) and weight.dtype != torch.int8:
-            q, scales = quantise_rows(weight.detach().to(self.weight.device))
+            q, scales = _cast(weight.to(self.weight.device))
             state_dict = {**state_dict, f"{prefix}weight": q, f"{prefix}weight_scale": scales}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _forward(rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    q, scales = quantise_rows(rows)
-    return product(q, weight, scales, weight_scale, bias, dtype)
+def unfit(in_features: int) -> str | None:
+    """Why a layer of so many inputs cannot run in int8; None if it can."""
+    return f"{in_features} inputs; sums of int32 hold {MOST_K}" if in_features > MOST_K else None
+
+
+def _cast(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns weight (N, K) in int8, and its scales (N,)."""
+    q, scales = per_token_cast_to_int8(weight.detach())
+    return q, scales.squeeze(1)
+
+
+def _forward(
+    rows: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    backend: str | None,
+) -> Tensor:
+    q, scales = per_token_cast_to_int8(rows, backend=backend)
+    channels = weight_scale.unsqueeze(1)
+    result: Tensor = int8_matmul(q, weight, scales, channels, bias=bias, out_dtype=dtype, backend=backend)
+    return result
 
 
 class _Product(torch.autograd.Function):
@@ -108,11 +136,17 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        backend: str | None,
     ) -> Tensor:
         ctx.save_for_backward(weight, weight_scale)
         ctx.x_dtype, ctx.bias_dtype = rows.dtype, None if bias is None else bias.dtype
-        return _forward(rows, weight, weight_scale, bias, dtype)
+        return _forward(rows, weight, weight_scale, bias, dtype, backend)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,4 +156,4 @@ class _Product(torch.autograd.Function):
             dx = (dz @ dequantise_rows(weight, weight_scale, dz.dtype)).to(ctx.x_dtype)
         if ctx.needs_input_grad[3]:
             dbias = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, None, None, dbias, None
+        return dx, None, None, dbias, None, None

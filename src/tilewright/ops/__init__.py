@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tilewright.ops.gemm.group_gemm import group_gemm
     from tilewright.ops.gemm.grouped_matmul import grouped_matmul
     from tilewright.ops.gemm.groups_of_rows import groups_of_rows
+    from tilewright.ops.gemm.int8_matmul import int8_matmul
     from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
     from tilewright.ops.gemm.masked_matmul import masked_matmul
     from tilewright.ops.gemm.matmul import matmul
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
     from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
     from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
+    from tilewright.ops.quant.per_token_cast_to_int8 import per_token_cast_to_int8
     from tilewright.ops.reduction.dropout import dropout
     from tilewright.ops.reduction.log_softmax import log_softmax
     from tilewright.ops.reduction.logsumexp import logsumexp
@@ -123,6 +125,7 @@ __all__ = [
     "group_norm",
     "grouped_matmul",
     "groups_of_rows",
+    "int8_matmul",
     "jsd",
     "k_grouped_matmul",
     "kl_div",
@@ -149,6 +152,7 @@ __all__ = [
     "per_channel_cast_to_fp8",
     "per_tensor_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "per_token_cast_to_int8",
     "qk_norm_rope",
     "quantize_weight",
     "relu2",
@@ -193,6 +197,7 @@ _FAMILIES = {
         "group_gemm",
         "grouped_matmul",
         "groups_of_rows",
+        "int8_matmul",
         "k_grouped_matmul",
         "masked_matmul",
         "matmul",
@@ -230,6 +235,7 @@ _FAMILIES = {
         "per_channel_cast_to_fp8",
         "per_tensor_cast_to_fp8",
         "per_token_cast_to_fp8",
+        "per_token_cast_to_int8",
     ),
     "reduction": ("dropout", "log_softmax", "logsumexp", "masked_softmax", "softmax", "sparsemax"),
     "rope": ("apply_rope", "qk_norm_rope"),

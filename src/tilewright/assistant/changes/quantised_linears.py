@@ -16,7 +16,7 @@ from tilewright.assistant.workload import Workload
 from tilewright.errors import PatchError
 from tilewright.models.quantise import Exchange
 
-_BITS = {"int8": 8.125, "fp8": 8.0, "mxfp8": 8.25, "int4": 4.125, "mxfp4": 4.25, "nvfp4": 4.5}
+_BITS = {"int8": 8.125, "fp8": 8.0, "w8a8_int8": 8.0, "mxfp8": 8.25, "int4": 4.125, "mxfp4": 4.25, "nvfp4": 4.5}
 _FEW_ROWS = 64  # beyond it a product is not bound by the bytes of its weight
 
 
@@ -90,6 +90,7 @@ QUANTISED = (
     QuantisedLinears("mxfp4", 0.03, "OCP Microscaling Formats (MX) Specification 1.0, 2023"),
     QuantisedLinears("int8", 0.005, "Dettmers et al., 'LLM.int8()', 2022"),
     QuantisedLinears("fp8", 0.005, "Micikevicius et al., 'FP8 Formats for Deep Learning', 2022"),
+    QuantisedLinears("w8a8_int8", 0.005, "Xiao et al., 'SmoothQuant', 2022"),
     QuantisedLinears("mxfp8", 0.005, "OCP Microscaling Formats (MX) Specification 1.0, 2023"),
 )
 """The forms of fewest bits first.  The limits are those of the wide model's perplexity."""

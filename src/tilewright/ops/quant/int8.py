@@ -1,4 +1,4 @@
-"""The arithmetic of symmetric int8 quantisation in plain torch, and products of such matrices with exact sums.
+"""The arithmetic of symmetric int8 quantisation in plain torch.
 
 For each row, in float32
 
@@ -45,14 +45,3 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise_rows(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """q * scale in float32, rounded once to `dtype`."""
     return (q.to(torch.float32) * scales[..., None]).to(dtype)
-
-
-def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(a @ b.T) * scale_a * scale_b + bias: (M, N) in `dtype`, for int8 a (M, K) and b (N, K).
-
-    scale_a (M,), scale_b (N,): float32.   bias (N,) or None.   Sums over K are exact for K up to 2^39, because they
-    are computed in float64; the epilogue is in float32 and rounded once.  float64 copies of a and b are made.
-    """
-    sums = (a.to(torch.float64) @ b.to(torch.float64).mT).to(torch.float32)
-    result = sums * scale_a[:, None] * scale_b
-    return (result if bias is None else result + bias.to(torch.float32)).to(dtype)
