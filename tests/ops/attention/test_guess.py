@@ -100,7 +100,7 @@ def test_torch_is_not_the_guess_where_joining_sinks_takes_longer_than_attention(
     raw = {"fwd": FORWARD, "bwd": BACKWARD}[direction]
     bucket = FmhaBucket(128, 8, 256, 256, 64, 64, CAUSAL, sinks, 1)
     assert raw.torch_first(bucket, HALF, "cuda") is (not sinks)
-    assert raw.torch_first(bucket._replace(S_q=16, S_k=16384), HALF, "cuda"), "which FLASH divides"
+    assert raw.torch_first(bucket._replace(BH=32, S_q=16, S_k=16384), HALF, "cuda"), "which FLASH divides"
     assert raw.torch_first(bucket, HALF, "triton")
 
 
