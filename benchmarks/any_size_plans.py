@@ -97,12 +97,14 @@ class Kernels(TorchDispatchMode):
 @contextmanager
 def _vendor_of_h200() -> Iterator[None]:
     """Let `vendor` choose as on an H200, which a build of torch without CUDA denies."""
-    torch_checks = vendor.can_use_cudnn_attention, vendor.can_use_flash_attention
-    vendor.can_use_cudnn_attention, vendor.can_use_flash_attention = _cudnn, _flash
+    ours = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
+    checks = {f"can_use_{name}_attention": check for name, check in ours.items()}
+    torchs = {name: getattr(vendor, name) for name in checks}
+    vars(vendor).update(checks)
     try:
         yield
     finally:
-        vendor.can_use_cudnn_attention, vendor.can_use_flash_attention = torch_checks
+        vars(vendor).update(torchs)
 
 
 def _widths(params: Any) -> list[int]:
@@ -115,6 +117,11 @@ def _cudnn(params: Any) -> bool:
 
 def _flash(params: Any) -> bool:
     return _cudnn(params) and len(set(_widths(params))) == 1
+
+
+def _efficient(params: Any) -> bool:
+    same_heads = params.query.shape[1] == params.key.shape[1]
+    return same_heads and all(width % 4 == 0 for width in _widths(params))
 
 
 def plans(drawn: Iterable[Problem]) -> list[str]:

@@ -272,7 +272,7 @@ def test_no_step_asks_for_a_number():
 def test_explain_and_the_raw_call():
     q, k, v, cu, _ = packed(RAGGED)
     said = explain("fmha_varlen", q, k, v, cu, causal=True)
-    assert said.bucket == "BH=4,group=2,S_q=128,S_k=128,D=64,D_v=64,mask=3,extras=0,aligned=1"
+    assert said.bucket == "BH=4,group=2,S_q=128,S_k=128,D=64,D_v=64,mask=3,extras=0,aligned=1,each=16"
     with record() as notes:
         fmha_varlen(q, k, v, cu, causal=True, backend="torch")
     assert notes.calls[0][0].key == "fmha_varlen"

@@ -43,9 +43,13 @@ def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
         ("fwd", {}, False),
         ("fwd", {"S_q": 256}, True),
         ("fwd", {"S_q": 1, "S_k": 4096}, True),
-        ("fwd", {"mask": CAUSAL, "S_q": 1}, True),
-        ("fwd", {"mask": CAUSAL, "S_q": 2}, True),
-        ("fwd", {"mask": CAUSAL, "S_q": 2, "BH": 64}, False),
+        ("fwd", {"S_q": 1, "extras": SINKS}, False),
+        ("fwd", {"mask": CAUSAL, "S_q": 1}, False),
+        ("fwd", {"mask": CAUSAL, "S_q": 2, "group": 8}, False),
+        ("fwd", {"mask": CAUSAL, "S_q": 4, "group": 8}, True),
+        ("fwd", {"mask": CAUSAL, "S_q": 2, "D": 80, "D_v": 80}, True),
+        ("fwd", {"mask": CAUSAL, "S_q": 16}, True),
+        ("fwd", {"mask": CAUSAL, "S_q": 16, "BH": 64}, False),
         ("fwd", {"mask": CAUSAL, "S_q": 256}, False),
         ("fwd", {"mask": CAUSAL, "S_q": 256, "S_k": 256}, True),
         ("fwd", {"D": 64}, False),
@@ -96,7 +100,7 @@ def test_torch_is_not_the_guess_where_joining_sinks_takes_longer_than_attention(
     raw = {"fwd": FORWARD, "bwd": BACKWARD}[direction]
     bucket = FmhaBucket(128, 8, 256, 256, 64, 64, CAUSAL, sinks, 1)
     assert raw.torch_first(bucket, HALF, "cuda") is (not sinks)
-    assert raw.torch_first(bucket._replace(S_q=1, S_k=16384), HALF, "cuda"), "which FLASH divides"
+    assert raw.torch_first(bucket._replace(BH=32, S_q=16, S_k=16384), HALF, "cuda"), "which FLASH divides"
     assert raw.torch_first(bucket, HALF, "triton")
 
 

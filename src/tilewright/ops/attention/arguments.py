@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
+from tilewright.dispatch.arguments import Size
 from tilewright.errors import InputError
 from tilewright.mask import Mask, causal
 from tilewright.ops.attention.layout import readable
@@ -56,6 +57,34 @@ class FmhaArgs(NamedTuple):
     def mask(self) -> MaskArgs:
         """The four fields of the mask."""
         return MaskArgs(self.mask_data, self.program, self.left, self.right)
+
+
+class VarlenArgs(NamedTuple):
+    """Arguments of the forward of `fmha_varlen`: those of `fmha` under a mask of packed sequences, and their number."""
+
+    q: Tensor  # (1, H, T_q, D), unit last stride, as k and v
+    k: Tensor  # (1, H_kv, T_k, D)
+    v: Tensor  # (1, H_kv, T_k, D_v)
+    sinks: Tensor | None  # (H,) float32
+    slopes: Tensor | None  # (H,) float32, of ALiBi
+    mask_data: Tensor | None
+    program: str
+    left: int
+    right: int
+    scale: float
+    softcap: float  # 0: none
+    sequences: Size
+
+    @property
+    def mask(self) -> MaskArgs:
+        """The four fields of the mask."""
+        return MaskArgs(self.mask_data, self.program, self.left, self.right)
+
+    @property
+    def fmha(self) -> FmhaArgs:
+        """The same as one attention."""
+        operands = self.q, self.k, self.v, self.sinks, self.slopes
+        return FmhaArgs(*operands, *self.mask, self.scale, self.softcap)
 
 
 class FmhaBackwardArgs(NamedTuple):

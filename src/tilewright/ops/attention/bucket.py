@@ -6,11 +6,12 @@ from torch import Tensor
 
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.mask.packed import PACKED_PROGRAMS
-from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs, MaskArgs
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs, MaskArgs, VarlenArgs
 from tilewright.ops.attention.layout import addressable
 
-FULL, CAUSAL, BAND, PROGRAM, PACKED = range(5)
-"""`mask` in a bucket.  FULL, CAUSAL and BAND are bands; CAUSAL is bottom right: the last query sees the last key.
+FULL, CAUSAL, BAND, PROGRAM, PACKED, AHEAD = range(6)
+"""`mask` in a bucket.  FULL, CAUSAL, BAND and AHEAD are bands; CAUSAL is bottom right: the last query sees the last
+key.  AHEAD has a bound of the keys after a query's position; a BAND has none of these, or all.
 A causal mask that no kernel of torch has is a BAND, which our kernels treat alike: of fewer keys than queries, where
 some see nothing; and of another number of keys where heads of values have another width, which is cuDNN's alone.
 PACKED is a program of packed sequences and nothing else, which only backwards tell apart; PROGRAM is any other.
@@ -23,6 +24,7 @@ SOFTCAP, SLOPES, SINKS = 1, 2, 4
 _FEW_SCORES, _FEW_KEYS = 1 << 18, 1024
 _FEW_ELEMENTS, _FEW_PRODUCTS = 1 << 15, 1 << 26
 _WIDEST = 256  # heads of FLASH and cuDNN
+_MANY = 16  # queries of a sequence that no kernel for few takes
 
 
 class FmhaBucket(NamedTuple):
@@ -39,10 +41,31 @@ class FmhaBucket(NamedTuple):
     aligned: int  # 1 if TMA and vector loads can address every tensor
 
 
+class VarlenBucket(NamedTuple):
+    """The tuning key of the forward of `fmha_varlen`: the fields of `FmhaBucket`, and one more."""
+
+    BH: int
+    group: int
+    S_q: int
+    S_k: int
+    D: int
+    D_v: int
+    mask: int
+    extras: int
+    aligned: int
+    each: int  # queries of a sequence on average, rounded up to a power of two, at most `_MANY`
+
+
 def forward_bucket(args: FmhaArgs) -> FmhaBucket:
     """The bucket of a forward."""
     mask = causal_kind(mask_kind(args.mask), args.q, args.k, args.q.shape[3], args.v.shape[3])
     return _bucket(args, mask, (args.q, args.k, args.v))
+
+
+def varlen_bucket(args: VarlenArgs) -> VarlenBucket:
+    """The bucket of a forward of packed sequences."""
+    each = -(-hint(args.q.shape[2]) // max(hint(args.sequences), 1))
+    return VarlenBucket(*forward_bucket(args.fmha), min(row_bucket(each), _MANY))
 
 
 def backward_bucket(args: FmhaBackwardArgs) -> FmhaBucket:
@@ -71,11 +94,13 @@ def _bucket(args: FmhaArgs, mask: int, tensors: tuple[Tensor, ...]) -> FmhaBucke
 
 
 def mask_kind(mask: MaskArgs) -> int:
-    """FULL, CAUSAL, BAND or PROGRAM."""
+    """FULL, CAUSAL, BAND, AHEAD or PROGRAM."""
     if mask.program:
         return PROGRAM
     if mask.left < 0 and mask.right < 0:
         return FULL
+    if mask.right > 0:
+        return AHEAD
     return CAUSAL if mask.left < 0 and mask.right == 0 else BAND
 
 

@@ -2,7 +2,7 @@
 kernels share.
 
 It works on blocks of queries, so that scores never fill the memory; each block sees only the keys of its band.  On a
-GPU, what cuDNN or FLASH express goes to them (`vendor.py`) unless it is small.
+GPU, what cuDNN, FLASH or EFFICIENT express goes to them (`vendor.py`) unless it is small.
 """
 
 import math
@@ -46,14 +46,15 @@ def attention_backward(args: FmhaBackwardArgs) -> tuple[Tensor, Tensor, Tensor, 
     # cuDNN and FLASH add to dq in an order that varies
     own_steps = dlse is not None or differentiable or current_numerics() == "deterministic"
     vendor_kernels = None if own_steps else vendor.kernels(args.forward)
-    if vendor_kernels is not None and sinks is None:  # saves a pass over do and o
-        dq, dk, dv = vendor_kernels.backward(args)
+    vendor_backward = None if vendor_kernels is None else vendor_kernels.backward
+    if vendor_backward is not None and sinks is None:  # saves a pass over do and o
+        dq, dk, dv = vendor_backward(args)
         return dq, dk, dv, lse.new_empty(0)
     delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    if vendor_kernels is not None:
-        dq, dk, dv = vendor_kernels.backward(args)
+    if vendor_backward is not None:
+        dq, dk, dv = vendor_backward(args)
     else:
         dq, dk, dv = _backward(args.forward, do, delta, lse)
     if sinks is None:

@@ -1,6 +1,6 @@
-"""torch's fused attention on a GPU: cuDNN and FLASH, the backends of scaled_dot_product_attention, through the calls
-that return lse too.  Memory is linear in S.  Both load vectors of 16 bytes without checking addresses: tensors whose
-rows are not aligned are copied.
+"""torch's fused attention on a GPU: cuDNN and FLASH of 16 bits, EFFICIENT of float32, the backends of
+scaled_dot_product_attention, through the calls that return lse too.  Memory is linear in S.  All load vectors of 16
+bytes without checking addresses: tensors whose rows are not aligned are copied.
 """
 
 import logging
@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 
 from tilewright.dispatch.bucket import hint
 from tilewright.log import log_once
@@ -25,20 +30,20 @@ class Kernels(NamedTuple):
     """forward: (o, lse) of a band.
 
     backward: (dq, dk, dv); also where sinks joined o and lse, because p = exp(s - lse) is all it needs.  It adds to dq
-    in any order, so `numerics("deterministic")` does not call it.
+    in any order, so `numerics("deterministic")` does not call it.  None: the backward is the reference's own steps.
     """
 
     forward: Callable[[FmhaArgs], tuple[Tensor, Tensor]]
-    backward: Callable[[FmhaBackwardArgs], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[FmhaBackwardArgs], tuple[Tensor, Tensor, Tensor]] | None
 
 
 def kernels(args: FmhaArgs) -> Kernels | None:
-    """cuDNN's, else FLASH's, else None.  They have scores of scale * q k^T and nothing else; sinks only join the
-    denominator.
+    """cuDNN's, else FLASH's, of float32 EFFICIENT's, else None.  They have scores of scale * q k^T and nothing else;
+    sinks only join the denominator.
     """
     q, k, v, left, right = args.q, args.k, args.v, args.left, args.right
     plain = args.slopes is None and args.softcap == 0.0 and not args.program
-    if q.device.type != "cuda" or not plain or q.dtype not in (torch.bfloat16, torch.float16):
+    if q.device.type != "cuda" or not plain or q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     batch, heads, s_q, s_k = (hint(n) for n in (*q.shape[:3], k.shape[2]))
     full = left < 0 and right < 0
@@ -47,6 +52,10 @@ def kernels(args: FmhaArgs) -> Kernels | None:
     # With fewer keys than queries a causal row may see no key, for which FLASH returns lse = +inf
     if not full and q.shape[2] > k.shape[2]:
         return None
+    if q.dtype == torch.float32:  # of grouped heads and windows it has no kernel
+        fills = batch * heads * -(-s_q // _ROWS) >= _TILES or s_k <= _SHORT
+        fits = fills and (full or _causal(left, right)) and can_use_efficient_attention(_params(q, k, v, False))
+        return EFFICIENT if fits else None
     # cuDNN's causal mask is top left, ours bottom right: they agree if S_q = S_k
     causal = _causal(left, right) and q.shape[2] == k.shape[2]
     if (full or causal) and can_use_cudnn_attention(_params(q, k, v, causal)) and _remembers(q, k, v, causal):
@@ -56,6 +65,10 @@ def kernels(args: FmhaArgs) -> Kernels | None:
     return None
 
 
+_ROWS, _TILES, _SHORT = 64, 64, 1024
+"""EFFICIENT gives a tile of queries to one program, for all keys: how many tiles it gets, unless keys are few.  An
+estimate.
+"""
 _SIGNATURES = 16
 """Signatures that cuDNN gets in a process.  torch builds a graph for each and never frees it: 1.6 to 1.9 MiB of host
 memory and 40 ms (torch 2.11 on an H200, 1500 forwards).
@@ -122,7 +135,21 @@ def _flash_backward(args: FmhaBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
+def _efficient(args: FmhaArgs) -> tuple[Tensor, Tensor]:
+    rows = [loadable(t).transpose(1, 2) for t in (args.q, args.k, args.v)]
+    o, lse, *_ = _aten._efficient_attention_forward(
+        *rows, None, None, None, None, None, 0.0, _BOTTOM_RIGHT if args.right == 0 else _NO_MASK, True,
+        scale=args.scale,
+    )  # fmt: skip
+    return o.transpose(1, 2), lse[..., : args.q.shape[2]].contiguous()  # its rows are padded
+
+
+_NO_MASK, _BOTTOM_RIGHT = 0, 2
+"""EFFICIENT's masks: `CustomMaskType` of torch's source."""
+
 CUDNN, FLASH = Kernels(_cudnn, _cudnn_backward), Kernels(_flash, _flash_backward)
+EFFICIENT = Kernels(_efficient, None)
+"""Its products are of three TF32 products each, so they have the precision of float32."""
 
 
 def _params(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SDPAParams:

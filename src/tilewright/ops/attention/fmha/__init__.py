@@ -135,7 +135,7 @@ def _torch_only(
 
 FORWARD, BACKWARD, GRADIENT = raw_ops(
     "fmha",
-    kernels=("sm90.forward", "triton.forward", "cutile.forward"),
+    kernels=("sm90.few_queries", "sm90.forward", "triton.few_queries", "triton.forward", "cutile.forward"),
     backward_kernels=("sm90.backward", "triton.backward", "cutile.backward"),
 )
 

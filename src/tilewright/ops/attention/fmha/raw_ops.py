@@ -4,7 +4,8 @@
 sequence of that length, so they have their own rows in tables.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,18 +48,32 @@ def _raw_args(grads: tuple[Any, ...], saved: tuple[Any, ...], args: FmhaArgs, ne
     return FmhaBackwardArgs(do, dlse, q, k, v, o, lse, sinks, slopes, *mask, args.scale, args.softcap)
 
 
-def raw_ops(op: str, kernels: tuple[str, ...], backward_kernels: tuple[str, ...]) -> tuple[RawOp, RawOp, Gradient]:
+class Forward(NamedTuple):
+    """What the forwards of both ops do not share."""
+
+    args: type[tuple[Any, ...]]
+    reference: Callable[..., tuple[Tensor, Tensor]]
+    bucket: Callable[..., tuple[int, ...]]
+    bucket_names: tuple[str, ...]
+
+
+DENSE = Forward(FmhaArgs, attention, forward_bucket, FmhaBucket._fields)
+
+
+def raw_ops(
+    op: str, kernels: tuple[str, ...], backward_kernels: tuple[str, ...], form: Forward = DENSE
+) -> tuple[RawOp, RawOp, Gradient]:
     """Forward, backward and gradient of `op`: of q, k, v and sinks."""
     forward = RawOp(
         op,
         "fwd",
-        FmhaArgs,
+        form.args,
         package="tilewright.ops.attention",
         kernels=kernels,
         outputs=_outputs,
-        reference=attention,
-        bucket=forward_bucket,
-        bucket_names=FmhaBucket._fields,
+        reference=form.reference,
+        bucket=form.bucket,
+        bucket_names=form.bucket_names,
         count=2,
         torch_first=torch_first,
     )

@@ -2,6 +2,7 @@
 
 import torch
 
+from tilewright.ops.attention import few_queries
 from tilewright.ops.attention.bucket import (
     CAUSAL,
     FULL,
@@ -43,13 +44,18 @@ def torch_first(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
     sizes of 257 queries and more, on and off the bench's grid, and in all 104 that it gets here: all but causal ones of
     D = 64 and up to 1024 queries.  A few queries behind more keys, causal, are FLASH's in torch: CUDA C++ takes 0.40 to
     0.82 of its time in nine sizes with 64 query tiles or more (2 to 200 queries, 333 to 8192 keys, an H100).  With
-    fewer tiles FLASH divides the keys, and takes 0.34 to 0.68 of ours in three.
+    fewer tiles FLASH divides the keys, and takes 0.34 to 0.68 of ours in three.  Of the few queries that the
+    kernel for decoding takes, those without a mask and sinks are torch's: cuDNN divides the keys too.
     """
+    if dtype.itemsize == 4:
+        return _steps_of_float32(bucket)
+    if first == "cuda" and few_queries.why_not_in_cuda(bucket, dtype) is None:
+        return _in_one_kernel(bucket) and bucket.mask == FULL and not bucket.extras
     short = 1024 if bucket.D <= 64 and bucket.mask == CAUSAL else 256
     behind_keys = bucket.mask == CAUSAL and 1 < bucket.S_q <= 256 and bucket.S_q < bucket.S_k
     fills = behind_keys and bucket.BH * -(-bucket.S_q // _QUERIES) >= _FEW_TILES
     vendor_faster = first != "cuda" or (bucket.S_q <= short and not fills and not _joins_sinks(bucket))
-    return _steps_of_float32(bucket) if dtype.itemsize == 4 else _in_one_kernel(bucket) and vendor_faster
+    return _in_one_kernel(bucket) and vendor_faster
 
 
 _SHORT = 512

@@ -7,14 +7,16 @@ from torch import Tensor
 from tilewright.dispatch import Contract, call, dispatch, register
 from tilewright.mask import Mask, sequences
 from tilewright.ops.attention import torch_only
-from tilewright.ops.attention.arguments import FmhaArgs, MaskArgs, raw_arguments
+from tilewright.ops.attention.arguments import MaskArgs, VarlenArgs, raw_arguments
+from tilewright.ops.attention.bucket import VarlenBucket, varlen_bucket
 from tilewright.ops.attention.checks import check_raw, check_scale, check_shapes
-from tilewright.ops.attention.fmha.raw_ops import raw_ops
+from tilewright.ops.attention.fmha.raw_ops import Forward, raw_ops
 from tilewright.ops.attention.fmha_varlen import samples
 from tilewright.ops.attention.fmha_varlen.checks import OP, check_distances, check_tokens
 from tilewright.ops.attention.fmha_varlen.cost import cost
 from tilewright.ops.attention.fmha_varlen.reference import Operands, band, by_head, one_by_one
 from tilewright.ops.attention.fmha_varlen.workloads import CPU_WORKLOADS, WORKLOADS
+from tilewright.ops.attention.reference import attention
 from tilewright.ops.attention.score import Scores, split
 
 
@@ -68,17 +70,20 @@ def fmha_varlen(
     if scores.rest:
         o, lse = _torch_only(heads, mask, scale, scores, backend)
     else:
-        o, lse = call(CONTRACT, _arguments(heads, mask, scale, scores), backend)
+        o, lse = call(CONTRACT, _arguments(heads, mask, scale, scores, cu_seqlens_q.shape[0] - 1), backend)
     o = o[0].transpose(0, 1)
     return (o, lse[0]) if return_lse else o
 
 
-def _arguments(heads: Operands, mask: Mask, scale: float | None, scores: Scores) -> FmhaArgs:
-    """Those of `fmha`'s raw op.  The program is made where the tensors are, which may be nowhere (meta, fake)."""
+def _arguments(heads: Operands, mask: Mask, scale: float | None, scores: Scores, count: int) -> VarlenArgs:
+    """Those of the raw op, for `count` sequences.
+
+    The program is made where the tensors are, which may be nowhere (meta, fake).
+    """
     plain = raw_arguments(*heads, None, scale, scores)
     program, data = mask.program(heads[0].device)
     packed = MaskArgs(data, program, -1, -1)
-    return FmhaArgs(plain.q, plain.k, plain.v, plain.sinks, plain.slopes, *packed, plain.scale, plain.softcap)
+    return VarlenArgs(*plain._replace(**packed._asdict()), count)
 
 
 def _torch_only(
@@ -114,8 +119,16 @@ def reference(
     return (o, lse) if return_lse else o
 
 
+def _attention(args: VarlenArgs) -> tuple[Tensor, Tensor]:
+    """The raw op's reference: one attention under the mask."""
+    return attention(args.fmha)
+
+
 FORWARD, BACKWARD, GRADIENT = raw_ops(
-    OP, kernels=("sm90.forward", "triton.forward"), backward_kernels=("sm90.backward", "triton.backward")
+    OP,
+    kernels=("sm90.few_queries", "sm90.forward", "triton.few_queries", "triton.forward"),
+    backward_kernels=("sm90.backward", "triton.backward"),
+    form=Forward(VarlenArgs, _attention, varlen_bucket, VarlenBucket._fields),
 )
 
 CONTRACT = register(

@@ -50,12 +50,20 @@ class Form(NamedTuple):
     rows: int
 
 
+def why_not_widths(q: Tensor, d: int, d_v: int) -> str | None:
+    """Why the kernels cannot run over heads of d and d_v numbers, or None."""
+    if max(d, d_v) > tiling.MOST_D:
+        return f"holds heads of up to {tiling.MOST_D} numbers"
+    if q.dtype == torch.float32 and target_of(q).startswith("gfx") and width(d, d_v) > 128:
+        return "holds float32 heads of up to 128 numbers on AMD's GPUs, whose registers spill beyond"
+    return None
+
+
 def why_not(args: PagedArgs) -> str | None:
     """Why the kernels cannot run, or None."""
-    if max(args.q.shape[2], args.v_cache.shape[3]) > tiling.MOST_D:
-        return f"holds heads of up to {tiling.MOST_D} numbers"
-    if args.q.dtype == torch.float32 and target_of(args.q).startswith("gfx") and _columns(args) > 128:
-        return "holds float32 heads of up to 128 numbers on AMD's GPUs, whose registers spill beyond"
+    reason = why_not_widths(args.q, args.q.shape[2], args.v_cache.shape[3])
+    if reason is not None:
+        return reason
     return f"takes at most {MOST_SEQUENCES} sequences" if args.lengths.shape[0] > MOST_SEQUENCES else None
 
 
