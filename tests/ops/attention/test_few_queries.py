@@ -14,7 +14,7 @@ from tilewright.dispatch import record
 from tilewright.hardware import arch
 from tilewright.jit.collect import collect
 from tilewright.ops.attention.kernels.sm90 import few_queries as cuda
-from tilewright.ops.attention.kernels.triton import few_queries_rows as rows
+from tilewright.ops.attention.kernels.triton.paged import places
 from tilewright.warmup.calls import RawCall
 
 KEYS = (300, 0, 5, 600, 64, 1, 77)  # 1024 are rounded up to
@@ -177,7 +177,7 @@ def raw_call(op, *tensors, **options):
 
 def test_the_pages_of_packed_keys_begin_at_every_token():
     k = torch.randn(2, 40, 16)[:, 3:][None]  # (1, H_kv, T, D), a view
-    cache = rows._from_every_token(k)
+    cache = places._from_every_token(k)
     (page, slot, head, _), start = cache.stride(), cache.storage_offset()
     for first, i in ((0, 0), (5, 7), (36, 0)):
         found = cache.as_strided((2, 16), (head, 1), start + first * page + i * slot)
@@ -208,7 +208,7 @@ def test_the_launches_beside_it_are_small():
         args, _ = raw_call(op, *tensors)
         outs = torch.empty_like(args.q), torch.empty(args.q.shape[:3])
         with collect("sm_90") as collector:
-            rows.end(outs, rows.begin(outs, args))
+            places.end(outs, places.begin(outs, args))
         for job in collector.jobs:
             job.compile()
 

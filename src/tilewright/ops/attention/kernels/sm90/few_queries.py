@@ -16,24 +16,26 @@ from tilewright.ops.attention.bucket import FmhaBucket, VarlenBucket, forward_bu
 from tilewright.ops.attention.kernels.sm90 import decode
 from tilewright.ops.attention.kernels.sm90 import decode_choice as choice
 from tilewright.ops.attention.kernels.sm90.decode_choice import Config
-from tilewright.ops.attention.kernels.triton import few_queries_rows as rows
+from tilewright.ops.attention.kernels.triton.paged import places
 from tilewright.ops.attention.paged.args import PagedBucket
 
 CONFIGS = choice.configs()
 
 
 def configure(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> Config | None:
-    """That of `fmha_decode` for the same problem over a cache."""
+    """The configuration of `fmha_decode` for the same problem over a cache."""
     return None if few_queries.why_not_in_cuda(bucket, dtype) else choice.configure(_as_paged(bucket), dtype)
 
 
 def candidates(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> tuple[Config, ...]:
-    """Those of `fmha_decode`."""
+    """The candidates of `fmha_decode`."""
     return () if few_queries.why_not_in_cuda(bucket, dtype) else choice.candidates(_as_paged(bucket), dtype)
 
 
 def _as_paged(bucket: FmhaBucket | VarlenBucket) -> PagedBucket:
-    """Packed sequences get equal shares: in clusters a short one has as many blocks as a long one."""
+    """The bucket over a cache.  Packed sequences get equal shares: in clusters a short one has as many blocks as a long
+    one.
+    """
     paged = few_queries.as_paged(bucket)
     return paged._replace(S_q=0) if isinstance(bucket, VarlenBucket) else paged
 
@@ -67,6 +69,6 @@ def why_not(args: FmhaArgs | VarlenArgs) -> str | None:
     batch_invariant=False,
 )
 def launch(outs: tuple[Tensor, Tensor], args: FmhaArgs | VarlenArgs, config: Config) -> None:
-    problem = rows.begin(outs, args)
+    problem = places.begin(outs, args)
     decode.launch((problem.o, problem.lse), problem.args, config)
-    rows.end(outs, problem)
+    places.end(outs, problem)

@@ -47,13 +47,13 @@ def _rows_kernel(
     if dense is not None:
         column = tl.arange(0, WIDTH)
         mask = inside[:, None] & (column < D)[None, :]
-        at = dense + row.to(tl.int64)[:, None] * D + column[None, :]
+        dense_row = dense + row.to(tl.int64)[:, None] * D + column[None, :]
         place = b * stride_b + h.to(tl.int64) * stride_h + s.to(tl.int64) * stride_s
         place = placed + place[:, None] + column[None, :]
         if GATHER:
-            tl.store(at, tl.load(place, mask=mask), mask=mask)
+            tl.store(dense_row, tl.load(place, mask=mask), mask=mask)
         else:
-            tl.store(place, tl.load(at, mask=mask), mask=mask)
+            tl.store(place, tl.load(dense_row, mask=mask), mask=mask)
     if lse is not None:
         tl.store(lse + (b * H + h) * S_q + s, tl.load(dense_lse + row, mask=inside), mask=inside)
 
