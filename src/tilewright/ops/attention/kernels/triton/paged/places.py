@@ -33,7 +33,7 @@ def _lengths_kernel(lengths, data, count, S_k, HEADER: tl.constexpr, BLOCK: tl.c
     tl.store(lengths + b, keys, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "H", "S_q"])
 def _rows_kernel(
     placed, dense, dense_lse, lse, count, H, S_q, stride_b, stride_h, stride_s,
     D: tl.constexpr, WIDTH: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
