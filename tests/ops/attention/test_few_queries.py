@@ -141,10 +141,11 @@ def test_packed_decoding_divides_the_keys(queries, keys, sequences, heads, d, ke
         ((1, 8, 1, 2, 16384, 64), {"mask": masks.window(128, 1)}, "sm90.forward"),
         ((4, 32, 8, 1, 8192, 128), {}, ""),
         ((4, 32, 8, 1, 8192, 128), {"softcap": 30.0}, "sm90.few_queries"),
-        ((16, 40, 8, 5, 1500, 128), {"causal": True}, "sm90.forward"),
+        ((16, 40, 8, 5, 1500, 128), {"causal": True}, "sm90.few_queries"),
+        ((1, 8, 1, 2, 32768, 256), {"causal": True}, "sm90.few_queries"),
         ((4, 16, 16, 8, 300, 128), {"causal": True}, "sm90.forward"),
     ],
-    ids=["sinks", "window", "window_ahead", "cudnn", "softcap", "rows", "few_keys"],
+    ids=["sinks", "window", "window_ahead", "cudnn", "softcap", "row_tiles", "gemma", "few_keys"],
 )
 def test_decoding_divides_the_keys_where_cudnn_does_not(sizes, options, kernel):
     batch, heads, kv_heads, s_q, s_k, d = sizes
@@ -256,14 +257,14 @@ def test_packed_queries_on_hopper(case, d):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("s_q", [1, 2, 8])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True, "sinks": True}, {"mask": masks.window(64), "softcap": 4.0}], ids=str
 )
 def test_few_queries_on_hopper(options, s_q, by_token):
     on_hopper()
-    for batch, kv_heads, s_k in ((1, 1, 16384), (3, 4, 1100)):
-        tensors = on_gpu(dense(batch, 8, kv_heads, s_q, s_k, 64, by_token))
+    for batch, kv_heads, s_k, d in ((1, 1, 16384, 64), (3, 4, 1100, 128), (2, 2, 2000, 256)):
+        tensors = on_gpu(dense(batch, 8, kv_heads, s_q, s_k, d, by_token))
         judged(ops.fmha, tensors, **with_sinks(options))
 
 

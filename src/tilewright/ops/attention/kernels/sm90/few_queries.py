@@ -1,8 +1,8 @@
 """Few queries behind many keys, of `fmha` and `fmha_varlen`, in CUDA C++ for Hopper: the kernel of `fmha_decode`.
 
-Traffic: the keys and values once for all queries of a sequence and all heads of a group; packed queries read those
-that they see, each for itself.  Two queries of eight heads behind 16384 keys of one, D = 64, bf16: 4.2 MB, 1 us at
-4.4 TB/s.
+Traffic: the keys and values once for all queries of a sequence and all heads of a group, or for as many of these as a
+row tile holds (32 at D = 64, 16 at 128, 8 at 256); packed queries read those that they see, each for itself.  Two
+queries of eight heads behind 16384 keys of one, D = 64, bf16: 4.2 MB, 1 us at 4.4 TB/s.
 """
 
 import torch
@@ -17,27 +17,20 @@ from tilewright.ops.attention.kernels.sm90 import decode
 from tilewright.ops.attention.kernels.sm90 import decode_choice as choice
 from tilewright.ops.attention.kernels.sm90.decode_choice import Config
 from tilewright.ops.attention.kernels.triton.paged import places
-from tilewright.ops.attention.paged.args import PagedBucket
 
 CONFIGS = choice.configs()
 
 
 def configure(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> Config | None:
     """The configuration of `fmha_decode` for the same problem over a cache."""
-    return None if few_queries.why_not_in_cuda(bucket, dtype) else choice.configure(_as_paged(bucket), dtype)
+    unable = few_queries.why_not_in_cuda(bucket, dtype) is not None
+    return None if unable else choice.configure(few_queries.as_row_tiles(bucket), dtype)
 
 
 def candidates(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """The candidates of `fmha_decode`."""
-    return () if few_queries.why_not_in_cuda(bucket, dtype) else choice.candidates(_as_paged(bucket), dtype)
-
-
-def _as_paged(bucket: FmhaBucket | VarlenBucket) -> PagedBucket:
-    """The bucket over a cache.  Packed sequences get equal shares: in clusters a short one has as many blocks as a long
-    one.
-    """
-    paged = few_queries.as_paged(bucket)
-    return paged._replace(S_q=0) if isinstance(bucket, VarlenBucket) else paged
+    unable = few_queries.why_not_in_cuda(bucket, dtype) is not None
+    return () if unable else choice.candidates(few_queries.as_row_tiles(bucket), dtype)
 
 
 def why_not(args: FmhaArgs | VarlenArgs) -> str | None:
