@@ -24,9 +24,9 @@ _MOST_SEQUENCES = 4096  # of the kernels
 def why_not(bucket: FmhaBucket | VarlenBucket) -> str | None:
     """Why a call of this bucket is left to the kernels for prefill, or None if it has few queries behind many keys.
 
-    Packed queries of one sequence read its keys one after another, each for itself.  The kernels for prefill take 16 ns
-    a key of D = 128 (an H100, 20 programs), however the keys belong to queries; in these 16 ns memory delivers as many
-    bytes as `_MOST_READ` says, with a margin of two.
+    Packed queries of one sequence read its keys one after another, each for itself.  The kernel for prefill takes 16 ns
+    for each packed key, whichever query sees it (an H100, D = 128).  Then memory delivers 48 KB, and a query of each
+    head needs 4 * D bytes: two thirds of that are `_MOST_READ` numbers.
     """
     if bucket.extras & SLOPES:
         return "has no slopes (alibi)"
