@@ -160,3 +160,16 @@ def test_what_torch_has_a_kernel_for(sizes: dict[str, Any], kernel: str, plans: 
     found = plans.planned(Case(known_contracts()["fmha"], Workload("one", params), torch.bfloat16, "fwd"))
     assert (found.plan.backend == "torch") is bool(kernel)
     assert found.names == ((kernel,) if kernel else ())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kernels"),
+    [({}, 1), ({"causal": True, "S_k": 4096}, 1), ({"H_kv": 4}, 30), ({"B": 1, "H": 4, "S_q": 1, "S_k": 65536}, 10)],
+    ids=["cross", "causal", "grouped", "few_tiles"],
+)
+def test_float32_is_one_kernel_where_torch_has_one(sizes: dict[str, Any], kernels: int, plans: ModuleType) -> None:
+    params = {"B": 16, "H": 16, "S_q": 4096, "S_k": 333, "D": 128, **sizes}
+    found = plans.planned(Case(known_contracts()["fmha"], Workload("one", params), SINGLE, "fwd"))
+    assert found.plan.backend == "torch"
+    assert (found.names == ("_efficient_attention_forward",)) is (kernels == 1)
+    assert found.kernels >= kernels

@@ -14,7 +14,7 @@ from tilewright.dispatch import record
 from tilewright.hardware import arch
 from tilewright.jit.collect import collect
 from tilewright.ops.attention.kernels.sm90 import few_queries as cuda
-from tilewright.ops.attention.kernels.triton import few_queries_rows as rows
+from tilewright.ops.attention.kernels.triton.paged import places
 from tilewright.warmup.calls import RawCall
 
 KEYS = (300, 0, 5, 600, 64, 1, 77)  # 1024 are rounded up to
@@ -141,10 +141,11 @@ def test_packed_decoding_divides_the_keys(queries, keys, sequences, heads, d, ke
         ((1, 8, 1, 2, 16384, 64), {"mask": masks.window(128, 1)}, "sm90.forward"),
         ((4, 32, 8, 1, 8192, 128), {}, ""),
         ((4, 32, 8, 1, 8192, 128), {"softcap": 30.0}, "sm90.few_queries"),
-        ((16, 40, 8, 5, 1500, 128), {"causal": True}, "sm90.forward"),
+        ((16, 40, 8, 5, 1500, 128), {"causal": True}, "sm90.few_queries"),
+        ((1, 8, 1, 2, 32768, 256), {"causal": True}, "sm90.few_queries"),
         ((4, 16, 16, 8, 300, 128), {"causal": True}, "sm90.forward"),
     ],
-    ids=["sinks", "window", "window_ahead", "cudnn", "softcap", "rows", "few_keys"],
+    ids=["sinks", "window", "window_ahead", "cudnn", "softcap", "row_tiles", "gemma", "few_keys"],
 )
 def test_decoding_divides_the_keys_where_cudnn_does_not(sizes, options, kernel):
     batch, heads, kv_heads, s_q, s_k, d = sizes
@@ -177,7 +178,7 @@ def raw_call(op, *tensors, **options):
 
 def test_the_pages_of_packed_keys_begin_at_every_token():
     k = torch.randn(2, 40, 16)[:, 3:][None]  # (1, H_kv, T, D), a view
-    cache = rows._from_every_token(k)
+    cache = places._from_every_token(k)
     (page, slot, head, _), start = cache.stride(), cache.storage_offset()
     for first, i in ((0, 0), (5, 7), (36, 0)):
         found = cache.as_strided((2, 16), (head, 1), start + first * page + i * slot)
@@ -208,7 +209,7 @@ def test_the_launches_beside_it_are_small():
         args, _ = raw_call(op, *tensors)
         outs = torch.empty_like(args.q), torch.empty(args.q.shape[:3])
         with collect("sm_90") as collector:
-            rows.end(outs, rows.begin(outs, args))
+            places.end(outs, places.begin(outs, args))
         for job in collector.jobs:
             job.compile()
 
@@ -256,14 +257,14 @@ def test_packed_queries_on_hopper(case, d):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("s_q", [1, 2, 8])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True, "sinks": True}, {"mask": masks.window(64), "softcap": 4.0}], ids=str
 )
 def test_few_queries_on_hopper(options, s_q, by_token):
     on_hopper()
-    for batch, kv_heads, s_k in ((1, 1, 16384), (3, 4, 1100)):
-        tensors = on_gpu(dense(batch, 8, kv_heads, s_q, s_k, 64, by_token))
+    for batch, kv_heads, s_k, d in ((1, 1, 16384, 64), (3, 4, 1100, 128), (2, 2, 2000, 256)):
+        tensors = on_gpu(dense(batch, 8, kv_heads, s_q, s_k, d, by_token))
         judged(ops.fmha, tensors, **with_sinks(options))
 
 

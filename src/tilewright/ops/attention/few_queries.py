@@ -24,9 +24,9 @@ _MOST_SEQUENCES = 4096  # of the kernels
 def why_not(bucket: FmhaBucket | VarlenBucket) -> str | None:
     """Why a call of this bucket is left to the kernels for prefill, or None if it has few queries behind many keys.
 
-    Packed queries of one sequence read its keys one after another, each for itself.  The kernels for prefill take 16 ns
-    a key of D = 128 (an H100, 20 programs), however the keys belong to queries; in these 16 ns memory delivers as many
-    bytes as `_MOST_READ` says, with a margin of two.
+    Packed queries of one sequence read its keys one after another, each for itself.  The kernel for prefill takes 16 ns
+    for each packed key, whichever query sees it (an H100, D = 128).  Then memory delivers 48 KB, and a query of each
+    head needs 4 * D bytes: two thirds of that are `_MOST_READ` numbers.
     """
     if bucket.extras & SLOPES:
         return "has no slopes (alibi)"
@@ -71,6 +71,21 @@ def as_paged(bucket: FmhaBucket | VarlenBucket) -> PagedBucket:
     )
 
 
+def as_row_tiles(bucket: FmhaBucket | VarlenBucket) -> PagedBucket:
+    """The same for the kernel in CUDA C++.  Of a sequence with more rows than a row tile holds each tile counts as one:
+    it reads the keys again, which then are in the L2.
+
+    Packed sequences get equal shares: in clusters a short one has as many blocks as a long one.
+    """
+    paged = as_paged(bucket)
+    most = min(decode_choice.MOST_SUMS // max(paged.D, 1), decode_choice.ROWS[-1])
+    rows = paged.S_q * paged.group
+    if rows > most:
+        tiles = paged.B * -(-rows // most)
+        paged = paged._replace(B=tiles, T=tiles, S_q=1, group=most)
+    return paged._replace(S_q=0) if isinstance(bucket, VarlenBucket) else paged
+
+
 def why_not_in_cuda(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> str | None:
     """Why the kernel in CUDA C++ cannot compute 16-bit calls of this bucket, or None if it can."""
     reason = why_not(bucket)
@@ -78,10 +93,7 @@ def why_not_in_cuda(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> st
         return reason
     if not bucket.aligned:
         return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
-    paged, widths = as_paged(bucket), ", ".join(map(str, decode_choice.WIDTHS))
-    if bucket.D_v != bucket.D or not decode_choice.candidates(paged, dtype):
-        return (
-            f"has D = D_v of {widths}, and {decode_choice.MOST_SUMS // bucket.D} rows of a sequence, got D={bucket.D}, "
-            f"D_v={bucket.D_v}, {paged.S_q * bucket.group} rows"
-        )
+    if bucket.D_v != bucket.D or not decode_choice.candidates(as_row_tiles(bucket), dtype):
+        widths = ", ".join(map(str, decode_choice.WIDTHS))
+        return f"has D = D_v of {widths}, got D={bucket.D}, D_v={bucket.D_v}"
     return None

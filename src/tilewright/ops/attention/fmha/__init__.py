@@ -52,6 +52,8 @@ def fmha(
     dropout: of the probabilities, by torch's scaled_dot_product_attention; with masks alone, and without lse.
 
     Scores, softmax and sums are float32; probabilities are rounded to v's dtype before the product with v.
+    Up to 8 queries behind 1024 keys or more, as decoding has them, divide the keys among programs as in `fmha_decode`,
+    under causal masks and windows of keys before a query; not under numerics("batch_invariant").
     NaN in a key that a query may not see does not reach it; in a value it may reach queries of the same tile.
     Gradients: q, k, v, sinks and the table of relative_bias; also through lse.  They repeat bit for bit in all kernels
     of this library.

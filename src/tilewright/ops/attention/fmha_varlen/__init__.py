@@ -58,6 +58,9 @@ def fmha_varlen(
     Layers that share their sequences make it once:
     `fmha(q[None], k[None], v[None], mask=made, layout="BSHD")`.
 
+    Where sequences have one query or a few, and 1024 keys or more together, keys are divided among programs as in
+    `fmha_decode`; not under numerics("batch_invariant").
+
     Gradients: q, k, v, sinks and the table of relative_bias; also through lse.
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes and options that do not go together.

@@ -1,8 +1,8 @@
 """Few queries behind many keys, of `fmha` and `fmha_varlen`, in CUDA C++ for Hopper: the kernel of `fmha_decode`.
 
-Traffic: the keys and values once for all queries of a sequence and all heads of a group; packed queries read those
-that they see, each for itself.  Two queries of eight heads behind 16384 keys of one, D = 64, bf16: 4.2 MB, 1 us at
-4.4 TB/s.
+Traffic: the keys and values once for all queries of a sequence and all heads of a group, or for as many of these as a
+row tile holds (32 at D = 64, 16 at 128, 8 at 256); packed queries read those that they see, each for itself.  Two
+queries of eight heads behind 16384 keys of one, D = 64, bf16: 4.2 MB, 1 us at 4.4 TB/s.
 """
 
 import torch
@@ -16,26 +16,21 @@ from tilewright.ops.attention.bucket import FmhaBucket, VarlenBucket, forward_bu
 from tilewright.ops.attention.kernels.sm90 import decode
 from tilewright.ops.attention.kernels.sm90 import decode_choice as choice
 from tilewright.ops.attention.kernels.sm90.decode_choice import Config
-from tilewright.ops.attention.kernels.triton import few_queries_rows as rows
-from tilewright.ops.attention.paged.args import PagedBucket
+from tilewright.ops.attention.kernels.triton.paged import places
 
 CONFIGS = choice.configs()
 
 
 def configure(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> Config | None:
-    """That of `fmha_decode` for the same problem over a cache."""
-    return None if few_queries.why_not_in_cuda(bucket, dtype) else choice.configure(_as_paged(bucket), dtype)
+    """The configuration of `fmha_decode` for the same problem over a cache."""
+    unable = few_queries.why_not_in_cuda(bucket, dtype) is not None
+    return None if unable else choice.configure(few_queries.as_row_tiles(bucket), dtype)
 
 
 def candidates(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> tuple[Config, ...]:
-    """Those of `fmha_decode`."""
-    return () if few_queries.why_not_in_cuda(bucket, dtype) else choice.candidates(_as_paged(bucket), dtype)
-
-
-def _as_paged(bucket: FmhaBucket | VarlenBucket) -> PagedBucket:
-    """Packed sequences get equal shares: in clusters a short one has as many blocks as a long one."""
-    paged = few_queries.as_paged(bucket)
-    return paged._replace(S_q=0) if isinstance(bucket, VarlenBucket) else paged
+    """The candidates of `fmha_decode`."""
+    unable = few_queries.why_not_in_cuda(bucket, dtype) is not None
+    return () if unable else choice.candidates(few_queries.as_row_tiles(bucket), dtype)
 
 
 def why_not(args: FmhaArgs | VarlenArgs) -> str | None:
@@ -67,6 +62,6 @@ def why_not(args: FmhaArgs | VarlenArgs) -> str | None:
     batch_invariant=False,
 )
 def launch(outs: tuple[Tensor, Tensor], args: FmhaArgs | VarlenArgs, config: Config) -> None:
-    problem = rows.begin(outs, args)
+    problem = places.begin(outs, args)
     decode.launch((problem.o, problem.lse), problem.args, config)
-    rows.end(outs, problem)
+    places.end(outs, problem)

@@ -2,7 +2,7 @@
 
 Traffic: the keys and values once for all queries of a sequence and all heads of a group; packed queries read those
 that they see, each for itself.  27 sequences of one query over 30800 packed keys of 4 heads, D = 256, bf16: 126 MB,
-29 us at 4.4 TB/s.  `few_queries_rows.py` says what is launched beside them.
+29 us at 4.4 TB/s.  `paged/places.py` says what is launched beside them.
 """
 
 import torch
@@ -12,20 +12,20 @@ from tilewright.dispatch import register_kernel
 from tilewright.ops.attention import few_queries, fmha, fmha_varlen
 from tilewright.ops.attention.arguments import FmhaArgs, VarlenArgs
 from tilewright.ops.attention.bucket import FmhaBucket, VarlenBucket, forward_bucket, varlen_bucket
-from tilewright.ops.attention.kernels.triton import few_queries_rows as rows
 from tilewright.ops.attention.kernels.triton import fmha_decode
+from tilewright.ops.attention.kernels.triton.paged import places
 from tilewright.ops.attention.kernels.triton.paged.launch import Tile, why_not_widths
 
 CONFIGS = fmha_decode.CONFIGS
 
 
 def configure(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> Tile | None:
-    """That of `fmha_decode` for the same problem over a cache."""
+    """The configuration of `fmha_decode` for the same problem over a cache."""
     return None if few_queries.why_not(bucket) else fmha_decode.configure(few_queries.as_paged(bucket), dtype)
 
 
 def candidates(bucket: FmhaBucket | VarlenBucket, dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Those of `fmha_decode`."""
+    """The candidates of `fmha_decode`."""
     return () if few_queries.why_not(bucket) else fmha_decode.candidates(few_queries.as_paged(bucket), dtype)
 
 
@@ -53,6 +53,6 @@ def why_not(args: FmhaArgs | VarlenArgs) -> str | None:
     batch_invariant=False,
 )
 def launch(outs: tuple[Tensor, Tensor], args: FmhaArgs | VarlenArgs, config: Tile) -> None:
-    problem = rows.begin(outs, args)
+    problem = places.begin(outs, args)
     fmha_decode.launch((problem.o, problem.lse), problem.args, config)
-    rows.end(outs, problem)
+    places.end(outs, problem)

@@ -33,7 +33,7 @@ def _lengths_kernel(lengths, data, count, S_k, HEADER: tl.constexpr, BLOCK: tl.c
     tl.store(lengths + b, keys, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "H", "S_q"])
 def _rows_kernel(
     placed, dense, dense_lse, lse, count, H, S_q, stride_b, stride_h, stride_s,
     D: tl.constexpr, WIDTH: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,13 +47,13 @@ def _rows_kernel(
     if dense is not None:
         column = tl.arange(0, WIDTH)
         mask = inside[:, None] & (column < D)[None, :]
-        at = dense + row.to(tl.int64)[:, None] * D + column[None, :]
+        dense_row = dense + row.to(tl.int64)[:, None] * D + column[None, :]
         place = b * stride_b + h.to(tl.int64) * stride_h + s.to(tl.int64) * stride_s
         place = placed + place[:, None] + column[None, :]
         if GATHER:
-            tl.store(at, tl.load(place, mask=mask), mask=mask)
+            tl.store(dense_row, tl.load(place, mask=mask), mask=mask)
         else:
-            tl.store(place, tl.load(at, mask=mask), mask=mask)
+            tl.store(place, tl.load(dense_row, mask=mask), mask=mask)
     if lse is not None:
         tl.store(lse + (b * H + h) * S_q + s, tl.load(dense_lse + row, mask=inside), mask=inside)
 
