@@ -73,10 +73,10 @@ def test_auto_is_right_whatever_it_picks(name):
 
 
 def cut(params):
-    """`params` with what 14 processes can check at once in float64: fewer rows, heads' keys and experts, and of a
-    vocabulary with weights a part.
+    """`params` with what 14 processes can check at once in float64: fewer rows, keys, groups and experts, and of
+    a vocabulary with weights a part.
     """
-    limits = {"M": min(1024, CHECKED // params.get("N", 1)), "E": 8, "N": 32768 if "K" in params else math.inf}
+    limits = {"M": min(1024, CHECKED // params.get("N", 1)), "E": 8, "G": 4, "N": 32768 if "K" in params else math.inf}
     small = {k: min(v, limits[k]) if k in limits else v for k, v in params.items()}
     return small | ({"S": min(params["S"], 1024)} if isinstance(params.get("S"), int) else {})
 

@@ -10,7 +10,7 @@ def _liger(sample: Sample) -> Call | None:
     from liger_kernel.ops.jsd import LigerJSDFunction
 
     (student, teacher, *rest), options = sample.args, sample.kwargs
-    if student.dim() != 2 or student.requires_grad:  # its backward reads its cotangent on the host, which no graph can
+    if student.dim() != 2 or student.requires_grad:  # its backward waits for its cotangent, which no graph can
         return None
     if options.get("reduction", "batchmean") != "batchmean" or options.get("log_probs"):
         return None

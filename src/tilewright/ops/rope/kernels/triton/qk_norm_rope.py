@@ -315,14 +315,14 @@ def launch(outs: tuple[Tensor, Tensor], args: QkNormRopeArgs, config: Config) ->
     batch, s = (1, q.shape[0]) if single else (q.shape[0], q.shape[2])
     h, h_kv, d = q.shape[1], k.shape[1], q.shape[-1]
     r = args.rotary_dim or args.cos.shape[-1]
-    tokens = min(config.tokens, triton.next_power_of_2(s))
-    blocks, groups_q = triton.cdiv(s, tokens), triton.cdiv(h, config.heads)
+    # A tile smaller for few tokens would add up a head in another order
+    blocks, groups_q = triton.cdiv(s, config.tokens), triton.cdiv(h, config.heads)
     groups = groups_q + triton.cdiv(h_kv, config.heads)
     weights = args.q_weight.contiguous(), args.k_weight.contiguous()
     tensors = (*outs, q, k, *weights, table.cos, table.sin, table.positions)
     sizes = (s, h, h_kv, table.cos.shape[0], blocks, groups_q, groups, args.eps, args.offset)
     strides = [stride for x in (*outs, q, k) for stride in head_strides(x, single)]
-    constants = (d, r, args.interleaved, args.fp32_weight, tokens, config.heads, *_blocks(d, r))
+    constants = (d, r, args.interleaved, args.fp32_weight, config.tokens, config.heads, *_blocks(d, r))
     grid = (batch * blocks * groups,)
     _forward(grid, (*tensors, *sizes, *strides, *table.strides), constants, num_warps=config.num_warps)
 
