@@ -181,7 +181,7 @@ def forward(y: Tensor, x: Tensor, config: Config, *, log: bool) -> None:
     m, n = x.shape
     block = triton.next_power_of_2(n)
     if block <= config.held:
-        constants = (config.rows, block, _packed(config, y), log)
+        constants = (config.rows, block, _packed(config, x), log)
         grid = (triton.cdiv(m, config.rows),)
         _short_forward(grid, (y, x, m, n, x.stride(0)), constants, num_warps=config.num_warps)
     elif config.split:
@@ -192,7 +192,7 @@ def forward(y: Tensor, x: Tensor, config: Config, *, log: bool) -> None:
         constants = (triton.next_power_of_2(parts), config.split, log)
         _scale((m * parts,), parameters, constants, num_warps=config.num_warps)
     else:
-        constants = (config.held, config.steps, _lanes(config, x.dtype), config.num_stages, _packed(config, y), log)
+        constants = (config.held, config.steps, _lanes(config, x.dtype), config.num_stages, _packed(config, x), log)
         _long_forward((m,), (y, x, n, x.stride(0)), constants, num_warps=config.num_warps)
 
 
