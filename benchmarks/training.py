@@ -40,22 +40,22 @@ from tilewright.dispatch.backends import module_exists  # noqa: E402
 CONTESTANTS = ("eager", "compile", "patched", "liger")
 
 
-def build(options, seed):
+def build(options, seed, device):
     """A Llama with random weights, the same for every contestant of one seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=options.vocab,
-            hidden_size=options.hidden,
-            intermediate_size=options.inner or options.hidden * 8 // 3,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.hidden // options.head,
-            num_key_value_heads=options.hidden // options.head // options.group or 1,
-            max_position_embeddings=options.context,
-        )
+    config = LlamaConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=options.inner or options.hidden * 8 // 3,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // options.head,
+        num_key_value_heads=options.hidden // options.head // options.group or 1,
+        max_position_embeddings=options.context,
     )
+    with device:
+        return LlamaForCausalLM(config)
 
 
 def prepared(contestant, model):
@@ -70,7 +70,7 @@ def prepared(contestant, model):
 def train(contestant, options, stream, seed):
     """One run: its losses, the time of each step, and the memory at its peak."""
     device = stream.device
-    model = build(options, seed).to(device).train()
+    model = build(options, seed, device).train()
     call = prepared(contestant, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(seed)

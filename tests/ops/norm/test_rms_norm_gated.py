@@ -116,9 +116,12 @@ def test_the_kernels_take_views_and_gates_of_any_size(device, form):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_kernels_of_long_groups(device, form):
-    """Rows of 8200 and groups of 8192 columns: longer than the registers of the backward, and of the forward."""
-    n, size = (16384, 8192) if "group_size" in form else (8200, None)
+@pytest.mark.parametrize(("n", "size"), [(8200, 8192), (3072, 3072)], ids=["blocks", "parts"])
+def test_the_kernels_of_long_groups(device, form, n, size):
+    """Rows of 8200 and groups of 8192 columns: longer than the registers of the backward, and of the forward; rows and
+    groups of 3072, whose backward holds three parts.
+    """
+    n, size = (2 * size, size) if "group_size" in form else (n, None)
     x, gate, weight, dy = tensors(torch.float32, device, n=n, rows=(2,))
     results = []
     for backend in ("triton", "torch"):

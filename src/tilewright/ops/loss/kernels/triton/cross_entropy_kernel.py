@@ -13,7 +13,7 @@ from tilewright.ops.loss.kernels.triton.row_statistics import (
     row_statistics,
     target_of,
 )
-from tilewright.ops.reduction.kernels.triton.packed_rows import opaque_fp32
+from tilewright.ops.opaque import opaque_fp32
 
 
 @triton.jit

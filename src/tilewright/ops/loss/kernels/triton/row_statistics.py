@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.exponential import exp, log
-from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST, opaque_fp32
+from tilewright.ops.opaque import opaque_fp32
+from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST
 
 
 @triton.jit

@@ -36,7 +36,25 @@ def configure(bucket: OrderBucket, dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: OrderBucket, dtype: torch.dtype) -> tuple[Config, ...]:
-    return (*CONFIGS, Config(2048, 4), Config(2048, 8), Config(4096, 8))
+    return (*CONFIGS, Config(256, 1), Config(256, 2), Config(512, 4), Config(2048, 4), Config(2048, 8), Config(4096, 8))
+
+
+@triton.jit
+def row_of_numbers(numbers, token, K: tl.constexpr):
+    """The K numbers of a token, of slots or positions (T, K).  No load waits for another one."""
+    row = ()
+    for j in tl.static_range(K):
+        row += (tl.load(numbers + token * K + j),)
+    return row
+
+
+@triton.jit
+def any_dropped(row_slots, positions, K: tl.constexpr):
+    """Whether one of K slots is dropped."""
+    least = 0
+    for j in tl.static_range(K):
+        least = tl.minimum(least, tl.load(positions + row_slots[j]))
+    return least < 0
 
 
 @triton.jit
@@ -52,11 +70,13 @@ def zero_dropped(y, slots, positions, token, offs_n, N, stride, K: tl.constexpr)
 def _permute_kernel(y, x, slots, positions, N, stride_x, K: tl.constexpr, BLOCK_N: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Loads that depend on no other come first: after a store the compiler leaves them where they are
+    row_slots, rows = row_of_numbers(slots, token, K), row_of_numbers(positions, token, K)
     row_x = tl.load(x + token * stride_x + offs_n, mask=offs_n < N, other=0.0)
     for j in tl.static_range(K):
-        row = tl.load(positions + token * K + j).to(tl.int64)
-        tl.store(y + row * N + offs_n, row_x, mask=(offs_n < N) & (row >= 0))
-    zero_dropped(y, slots, positions, token, offs_n, N, N, K)
+        tl.store(y + rows[j].to(tl.int64) * N + offs_n, row_x, mask=(offs_n < N) & (rows[j] >= 0))
+    if any_dropped(row_slots, positions, K):
+        zero_dropped(y, slots, positions, token, offs_n, N, N, K)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN, zero_dropped
+from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN, any_dropped, row_of_numbers, zero_dropped
 from tilewright.ops.moe.moe_permute import OrderBucket
 from tilewright.ops.moe.moe_unpermute import BACKWARD, FORWARD, MoeUnpermuteArgs, MoeUnpermuteBackwardArgs
 from tilewright.ops.rows import as_rows, no_float64
@@ -78,8 +78,9 @@ def _backward_kernel(
             acc += row_x * row_dy
             tl.store(dx + row * N + offs_n, (weight * row_dy).to(dx.dtype.element_ty), mask=mask)
         tl.store(dweights + token * K + j, tl.sum(acc, 0).to(dweights.dtype.element_ty))
-    for start in range(0, N, BLOCK_N):
-        zero_dropped(dx, slots, positions, token, start + tl.arange(0, BLOCK_N), N, N, K)
+    if any_dropped(row_of_numbers(slots, token, K), positions, K):
+        for start in range(0, N, BLOCK_N):
+            zero_dropped(dx, slots, positions, token, start + tl.arange(0, BLOCK_N), N, N, K)
 
 
 _combine = TritonKernel(_combine_kernel)

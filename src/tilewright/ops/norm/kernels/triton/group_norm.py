@@ -140,7 +140,7 @@ def launch(outs: tuple[Tensor], args: GroupNormArgs, config: Config) -> None:
     x, weight, bias = dense(args.x, args.x), contiguous(args.weight), contiguous(args.bias)
     groups = _groups(x, args, config.tile)
     if groups.tiles > 1:
-        long_groups.launch(y, x, weight, bias, groups, args.eps, config.num_warps)
+        long_groups.launch(y, x, weight, bias, long_groups.tiles_of(groups, config.tile), args.eps, config.num_warps)
         return
     parameters = (y, x, weight, bias, *groups.sizes, args.eps)
     _forward((groups.B * groups.G,), parameters, groups.blocks, num_warps=config.num_warps)
@@ -153,7 +153,8 @@ def launch_backward(outs: tuple[Tensor, Tensor, Tensor], args: GroupNormBackward
     groups = _groups(x, args, config.tile)
     affine = args.need_dweight or args.need_dbias
     if groups.tiles > 1:
-        partials = long_groups.launch_backward(dx, dy, x, weight, groups, args.eps, config.num_warps)
+        tiles = long_groups.tiles_of(groups, config.tile)
+        partials = long_groups.launch_backward(dx, dy, x, weight, tiles, args.eps, config.num_warps)
     else:
         programs = min(groups.B, triton.cdiv(CTAS_PER_SM * device_info(x.device).sm_count, groups.G))
         partials = scratch((2, programs if affine else 1, groups.G * groups.C), torch.float32, x.device)

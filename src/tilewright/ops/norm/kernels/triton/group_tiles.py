@@ -72,12 +72,6 @@ def tile_of(b, g, tile_c, tile_s, C, S, stride_b, stride_c, stride_s, BLOCK_C: t
 
 
 @triton.jit
-def count_of(tile_c, tile_s, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Elements of a tile, in float32."""
-    return (tl.minimum(C - tile_c * BLOCK_C, BLOCK_C) * tl.minimum(S - tile_s * BLOCK_S, BLOCK_S)).to(tl.float32)
-
-
-@triton.jit
 def sum_of(tile):
     """The sum of a tile (BLOCK_C, BLOCK_S)."""
     return tl.sum(tl.sum(tile, 1), 0)

@@ -14,7 +14,7 @@ the gate where it has x's dtype.
 The backward recomputes rstd and act(gate), so the forward saves nothing.  Persistent programs, each for one group of
 columns, accumulate the weight gradient in registers; `column_sums` adds their results in a fixed order.
 Traffic: forward 6*M*N bytes at bf16; backward reads dy, x and gate and writes dx and dgate, 10*M*N.
-Groups too long for registers take the kernels of `long_gated_rows.py`.
+Long groups take the kernels of `gated_parts.py`, backwards, and of `long_gated_rows.py`.
 """
 
 import torch
@@ -25,16 +25,17 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.hardware import device_info
 from tilewright.jit.tape import scratch
-from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.kernels.triton import long_gated_rows
+from tilewright.jit.triton_launch import TritonKernel, target_of
+from tilewright.ops.norm.kernels.triton import gated_parts, long_gated_rows
 from tilewright.ops.norm.kernels.triton.column_sums import column_sums, mean_of
 from tilewright.ops.norm.kernels.triton.gate import activate, weighted
+from tilewright.ops.norm.kernels.triton.moments import sum_pair
 from tilewright.ops.norm.kernels.triton.row_blocks import Config, PersistentConfig, every
 from tilewright.ops.norm.rms_norm_gated import BACKWARD, FORWARD, RmsNormGatedArgs, RmsNormGatedBackwardArgs
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
 
 MAX_BLOCK = 8192  # 16 values of x, of gate and of w a thread at 16 warps
-MAX_BLOCK_BACKWARD = 4096  # 16 values, of dy and dw too, at 8 warps; 16 warps spill on sm_90
+MAX_BLOCK_BACKWARD = 4096  # 8 values, of dy and dw too, at 16 warps; twice as many spill on sm_90
 Args = RmsNormGatedArgs | RmsNormGatedBackwardArgs
 
 
@@ -45,9 +46,13 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
 
 
 def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConfig:
-    """16 elements of x a thread, and 16 warps an SM."""
-    rows, num_warps = configure(bucket._replace(N=min(bucket.N, MAX_BLOCK_BACKWARD)), dtype)
-    return PersistentConfig(rows, num_warps, num_stages=2, ctas_per_sm=max(1, 16 // num_warps))
+    """8 elements of x a thread: 16 take more registers than leave 16 warps an SM.  Two more blocks are in flight."""
+    if gated_parts.takes(bucket.N, dtype):
+        return gated_parts.configure(bucket, dtype)
+    block = min(triton.next_power_of_2(bucket.N), MAX_BLOCK_BACKWARD)
+    num_warps = max(4, block // 256)
+    stages = 3 if dtype.itemsize == 2 else 2
+    return PersistentConfig(max(1, min(8, 1024 // block)), num_warps, stages, ctas_per_sm=16 // num_warps)
 
 
 def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
@@ -65,19 +70,21 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
 
 def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
     """Configurations with 4 to 16 elements of x a thread; the stages fit the shared memory of an H200."""
+    if gated_parts.takes(bucket.N, dtype):
+        return gated_parts.candidates(bucket, dtype)
     block = triton.next_power_of_2(bucket.N)
     if block > MAX_BLOCK_BACKWARD:
         return ()
     return tuple(
         PersistentConfig(rows, warps, stages, ctas_per_sm)
         for rows in (1, 2, 4, 8)
-        for warps in (4, 8, 16)
-        for stages in (1, 2, 3)
-        for ctas_per_sm in (1, 2, 4)
+        for warps in (2, 4, 8, 16)
+        for stages in (1, 2, 3, 4)
+        for ctas_per_sm in (1, 2, 4, 8)
         if rows <= bucket.M
         and 4 <= rows * block // (32 * warps) <= 16
         and ctas_per_sm * stages * 3 * rows * block * dtype.itemsize <= 200 << 10
-        and ctas_per_sm * warps <= 32
+        and 8 <= ctas_per_sm * warps <= 32
     )
 
 
@@ -125,7 +132,7 @@ def _rms_norm_gated_backward_kernel(
     col_mask = tl.arange(0, BLOCK_N) < SIZE
     col_offsets = group * SIZE + tl.arange(0, BLOCK_N)
     w = tl.load(weight + col_offsets, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    dw = tl.zeros((BLOCK_N,), tl.float32)
+    dw = tl.zeros((ROWS, BLOCK_N), tl.float32)  # rows are added once, at the end: that takes an exchange of threads
     for block in tl.range(tl.program_id(1), tl.cdiv(M, ROWS), tl.num_programs(1), num_stages=NUM_STAGES):
         # Load a block of rows of x, gate and dy
         row_idx = block * ROWS + tl.arange(0, ROWS)
@@ -141,13 +148,15 @@ def _rms_norm_gated_backward_kernel(
         if not NORM_FIRST:
             u = x_fp32 * act
             dnorm = dy_fp32
-        rstd = tl.rsqrt(mean_of(tl.sum(u * u, 1), SIZE) + eps)
-        rstd = tl.where(row_idx < M, rstd, 0.0)[:, None]  # a masked row is 0: its rstd is infinite if eps is 0
-        u_hat = u * rstd
+        wdy = dnorm * w
+        sum_squares, sum_wdy_u = sum_pair(u * u, wdy * u, 1)
+        rstd = tl.rsqrt(mean_of(sum_squares, SIZE) + eps)
+        rstd = tl.where(row_idx < M, rstd, 0.0)  # a masked row is 0: its rstd is infinite if eps is 0
+        mean_wdy_u_hat = mean_of(sum_wdy_u * rstd, SIZE)[:, None]
+        u_hat = u * rstd[:, None]
         rounded, product = weighted(u_hat, w, x, weight, FP32_WEIGHT)
         # Compute and store dx and dgate
-        wdy = dnorm * w
-        du = (wdy - u_hat * mean_of(tl.sum(wdy * u_hat, 1), SIZE)[:, None]) * rstd
+        du = (wdy - u_hat * mean_wdy_u_hat) * rstd[:, None]
         if NORM_FIRST:
             dx_fp32 = du
             dgate_fp32 = dy_fp32 * product * slope
@@ -159,10 +168,10 @@ def _rms_norm_gated_backward_kernel(
         tl.store(dgate + out_offsets, dgate_fp32.to(dgate.dtype.element_ty), mask=mask)
         # Accumulate dw
         if NEED_DWEIGHT:
-            dw += tl.sum(dnorm * rounded, 0)
+            dw += dnorm * rounded
     # Store this program's partial dw
     if NEED_DWEIGHT:
-        tl.store(dw_partial + tl.program_id(1).to(tl.int64) * GROUPS * SIZE + col_offsets, dw, mask=col_mask)
+        tl.store(dw_partial + tl.program_id(1).to(tl.int64) * GROUPS * SIZE + col_offsets, tl.sum(dw, 0), mask=col_mask)
 
 
 _forward = TritonKernel(_rms_norm_gated_kernel)
@@ -215,7 +224,8 @@ def launch_backward(
     dx, dgate, dweight = outs
     dy, x, gate, weight = as_rows(args.dy), as_rows(args.x), as_rows(args.gate), args.weight.contiguous()
     m, groups, size = _sizes(x, args)
-    if triton.next_power_of_2(size) > MAX_BLOCK_BACKWARD:
+    in_parts = gated_parts.takes(size, x.dtype)
+    if triton.next_power_of_2(size) > MAX_BLOCK_BACKWARD and not in_parts:
         gradients = dx, dgate, dweight if args.need_dweight else None
         long_gated_rows.launch_backward(gradients, dy, x, gate, weight, size, args.eps, _options(args))
         return
@@ -224,7 +234,13 @@ def launch_backward(
     dw_partial = scratch((programs if args.need_dweight else 1, groups * size), torch.float32, x.device)
     strides = (dy.stride(0), x.stride(0), gate.stride(0))
     parameters = (dx, dgate, dw_partial, dy, x, gate, weight, m, groups, size, *strides, args.eps)
-    constants = (*_options(args), args.need_dweight, config.rows, triton.next_power_of_2(size), config.num_stages)
-    _backward((groups, programs), parameters, constants, num_warps=config.num_warps)
+    if in_parts:
+        packed = x.itemsize == 2 and target_of(x).startswith("sm_")
+        tiles = (packed, size // gated_parts.COLUMNS, gated_parts.COLUMNS, config.num_stages)
+        constants = (*_options(args), args.need_dweight, *tiles)
+        gated_parts.backward((groups, programs), parameters, constants, num_warps=config.num_warps)
+    else:
+        constants = (*_options(args), args.need_dweight, config.rows, triton.next_power_of_2(size), config.num_stages)
+        _backward((groups, programs), parameters, constants, num_warps=config.num_warps)
     if args.need_dweight:
         column_sums(dweight, dw_partial)

@@ -32,7 +32,8 @@ def configure_backward(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype)
         rows = max(1, min(8, 4096 // (block * dtype.itemsize)))
         return PersistentConfig(rows, num_warps=4, num_stages=2, ctas_per_sm=4)
     if dtype.itemsize > 2:  # two stages of one row: three of two would not fit the shared memory of an A100
-        return PersistentConfig(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=2, ctas_per_sm=2)
+        num_warps = min(16, max(4, block // 512))
+        return PersistentConfig(rows=1, num_warps=num_warps, num_stages=2, ctas_per_sm=max(2, 16 // num_warps))
     # Several rows a block, and two more blocks in flight, hide the reductions: 55.6 us with two rows, 57.2 with one at
     # 8192x4096; 34.6 us with four, 36.8 with two for LayerNorm at 8192x1600 (H200, 2026-11)
     if block <= 2048:

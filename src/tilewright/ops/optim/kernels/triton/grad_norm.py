@@ -1,4 +1,5 @@
-"""grad_norm in Triton: programs reduce equal parts of the elements, and one program their results.
+"""grad_norm in Triton: programs reduce equal parts of the elements, and one program their results.  Few elements are
+one part, whose program writes the norm.
 
 The order of the sums depends on the number of elements alone.  The largest magnitude is that of the bits as integers,
 in whose order NaN is above infinity.
@@ -30,17 +31,36 @@ class Config(NamedTuple):
     num_warps: int
 
 
-CONFIGS = (Config(1024, 128, 4), Config(2048, 1024, 4))
-_CANDIDATES = (*CONFIGS, Config(4096, 512, 8), Config(4096, 1024, 8), Config(2048, 512, 4))
+_ONE_PART = (Config(1024, 1, 4), Config(4096, 1, 8), Config(16384, 1, 16))  # one launch
+_FEW, _SOME, _MANY = Config(1024, 128, 4), Config(2048, 1024, 4), Config(4096, 1024, 8)
+CONFIGS = (*_ONE_PART, _FEW, _SOME, _MANY)
+_CANDIDATES = (
+    *CONFIGS,
+    Config(8192, 1, 8),
+    Config(8192, 1, 16),
+    Config(16384, 1, 32),
+    Config(2048, 512, 4),
+    Config(2048, 2048, 4),
+    Config(4096, 512, 8),
+    Config(4096, 1024, 4),
+    Config(4096, 2048, 4),
+    Config(8192, 512, 8),
+    Config(8192, 1024, 8),
+)
 
 
 def configure(bucket: GradNormBucket, dtype: torch.dtype) -> Config:
-    """Parts for every multiprocessor of an H200 where there are many elements: not measured."""
-    return CONFIGS[bucket.N > 1 << 17]
+    """Parts for every multiprocessor of an H200 where there are many elements, with 60 KB of them in flight."""
+    for config in _ONE_PART:
+        if config.block >= bucket.N:
+            return config
+    if bucket.N <= 1 << 17:
+        return _FEW
+    return _SOME if bucket.N <= 1 << 22 else _MANY
 
 
 def candidates(bucket: GradNormBucket, dtype: torch.dtype) -> tuple[Config, ...]:
-    return _CANDIDATES
+    return tuple(config for config in _CANDIDATES if 2 * config.block * config.parts >= bucket.N or config.parts >= 512)
 
 
 @triton.jit
@@ -50,8 +70,12 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def _parts_kernel(partial, x, n, steps, NORM: tl.constexpr, BLOCK: tl.constexpr):  # partial: (programs,), x: (n,)
-    """NORM: 1, 2, or 0 for the largest magnitude.  Program i takes the blocks i * steps to i * steps + steps - 1."""
+def _parts_kernel(
+    partial, x, n, steps, NORM: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr
+):  # partial: (programs,), x: (n,)
+    """NORM: 1, 2, or 0 for the largest magnitude.  Program i takes the blocks i * steps to i * steps + steps - 1.  ONE:
+    it is alone, and writes the norm.
+    """
     acc = tl.zeros((BLOCK,), tl.int32 if NORM == 0 else tl.float32)
     first = tl.program_id(0).to(tl.int64) * steps * BLOCK
     for i in range(steps):
@@ -65,6 +89,8 @@ def _parts_kernel(partial, x, n, steps, NORM: tl.constexpr, BLOCK: tl.constexpr)
             acc += value * value
     if NORM == 0:
         tl.store(partial + tl.program_id(0), tl.max(acc, 0).to(tl.float32, bitcast=True))
+    elif ONE and NORM == 2:
+        tl.store(partial, tl.sqrt_rn(tl.sum(acc, 0)))
     else:
         tl.store(partial + tl.program_id(0), tl.sum(acc, 0))
 
@@ -94,6 +120,8 @@ def launch(outs: tuple[Tensor], args: GradNormArgs, config: Config) -> None:
     blocks = triton.cdiv(x.numel(), config.block)
     steps = triton.cdiv(blocks, config.parts)
     programs = triton.cdiv(blocks, steps)
-    partial = scratch((programs,), torch.float32, x.device)
-    _parts((programs,), (partial, x, x.numel(), steps), (norm, config.block), num_warps=config.num_warps)
-    _whole((1,), (outs[0], partial, programs), (norm, config.parts), num_warps=4)
+    one = programs == 1
+    partial = outs[0] if one else scratch((programs,), torch.float32, x.device)
+    _parts((programs,), (partial, x, x.numel(), steps), (norm, config.block, one), num_warps=config.num_warps)
+    if not one:
+        _whole((1,), (outs[0], partial, programs), (norm, config.parts), num_warps=4)

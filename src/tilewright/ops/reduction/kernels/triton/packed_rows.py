@@ -1,6 +1,4 @@
-"""What the softmax kernels share: the initial maximum, elements that stay packed in registers between two uses, and the
-formulas of softmax and, with LOG, of its logarithm.
-"""
+"""What the softmax kernels share: the initial maximum, and the formulas of softmax and, with LOG, of its logarithm."""
 
 import triton
 import triton.language as tl
@@ -8,16 +6,6 @@ import triton.language as tl
 from tilewright.ops.exponential import exp, log
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial maximum; -inf would give -inf - -inf = NaN
-
-
-@triton.jit
-def opaque_fp32(x, PACKED: tl.constexpr):
-    """x in float32 for its second use.  PACKED: hide x from the compiler, which would otherwise keep the float32 values
-    of the first use, in twice the registers.
-    """
-    if PACKED:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    return x.to(tl.float32)
 
 
 @triton.jit

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.exponential import exp
+from tilewright.ops.opaque import opaque_fp32
 from tilewright.ops.reduction.kernels.triton.packed_rows import (
     LOWEST,
-    opaque_fp32,
     row_gradient,
     row_scale,
     scaled,
