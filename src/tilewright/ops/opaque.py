@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def opaque_fp32(x, PACKED: tl.constexpr):
+def opaque_fp32(x: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
     """x in float32 for its second use.  PACKED: hide x from the compiler, which would otherwise keep the float32 values
     of the first use, in twice the registers.
     """

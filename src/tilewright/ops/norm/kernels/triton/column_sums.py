@@ -21,9 +21,7 @@ def mean_of(row_sum, N):
 
 
 @triton.jit
-def _column_sums_kernel(
-    total, partial, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
-):  # total: (N,)  partial: (P, N)
+def _sum_columns(total, partial, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     acc = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -34,10 +32,40 @@ def _column_sums_kernel(
     tl.store(total + offs_n, tl.sum(acc, 0).to(total.dtype.element_ty), mask=mask_n)
 
 
+@triton.jit
+def _column_sums_kernel(
+    total, partial, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # total: (N,)  partial: (P, N)
+    _sum_columns(total, partial, P, N, BLOCK_P, BLOCK_N)
+
+
+@triton.jit
+def _two_column_sums_kernel(
+    first, second, partial, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # first, second: (N,)  partial: (2, P, N)
+    if tl.program_id(1) == 0:
+        _sum_columns(first, partial, P, N, BLOCK_P, BLOCK_N)
+    else:
+        _sum_columns(second, partial + tl.cast(P, tl.int64) * N, P, N, BLOCK_P, BLOCK_N)
+
+
 _kernel = TritonKernel(_column_sums_kernel)
+_two = TritonKernel(_two_column_sums_kernel)
 
 
 def column_sums(total: Tensor, partial: Tensor) -> None:
     """total (N,) = sum over the rows of partial (P, N) float32, rounded once to total's dtype."""
     p, n = partial.shape
     _kernel((triton.cdiv(n, BLOCK_N),), (total, partial, p, n), (BLOCK_P, BLOCK_N), num_warps=4)
+
+
+def affine_sums(dweight: Tensor, dbias: Tensor, partials: Tensor) -> None:
+    """`column_sums` of partials (2, P, N) into both gradients (N,), of which an empty one is not needed."""
+    if dweight.numel() and dbias.numel():
+        _, p, n = partials.shape
+        grid = (triton.cdiv(n, BLOCK_N), 2)
+        _two(grid, (dweight, dbias, partials, p, n), (BLOCK_P, BLOCK_N), num_warps=4)
+        return
+    for total, partial in zip((dweight, dbias), partials, strict=True):
+        if total.numel():
+            column_sums(total, partial)

@@ -8,7 +8,7 @@ Backward:  with wdy = weight * dy, for each group of n elements,
                dx = rstd * (wdy - (1 / n) * sum(wdy) - x_hat * (1 / n) * dot(wdy, x_hat))
            and, summed over samples and positions, dweight = sum(dy * x_hat), dbias = sum(dy).
 Persistent programs, each for one group of several samples, accumulate the sums of the channels in registers;
-`column_sums` adds their results in a fixed order.
+`affine_sums` adds their results in a fixed order.
 Traffic: forward reads x and writes y, 4 bytes an element at bf16; backward reads dy and x and writes dx, 6 bytes.
 Groups of more than MAX_TILE elements take the kernels of `long_groups.py`.
 """
@@ -35,7 +35,7 @@ from tilewright.ops.norm.group_norm import (
 )
 from tilewright.ops.norm.kernels.triton import long_groups
 from tilewright.ops.norm.kernels.triton.affine import load_bias, load_weight
-from tilewright.ops.norm.kernels.triton.column_sums import column_sums
+from tilewright.ops.norm.kernels.triton.column_sums import affine_sums
 from tilewright.ops.norm.kernels.triton.group_tiles import Groups, centred_tile, groups_of, sum_of, tile_of
 from tilewright.ops.rows import contiguous
 
@@ -49,14 +49,22 @@ class Config(NamedTuple):
 
 
 def configure(bucket: GroupsBucket, dtype: torch.dtype) -> Config:
-    """The whole group at 16 elements a thread, or tiles of 4096."""
+    """The whole group at 16 elements a thread, or tiles of 4096; at 32 where channels are neighbours, whose sums are
+    exchanged among all threads.
+    """
     elements = triton.next_power_of_2(bucket.C) * triton.next_power_of_2(bucket.S)
     if elements > MAX_TILE:
-        return Config(4096, num_warps=8)
+        return Config(4096, num_warps=4 if bucket.channels_last else 8)
     return Config(MAX_TILE, num_warps=max(1, min(16, elements // 512)))
 
 
-CONFIGS = tuple(dict.fromkeys(configure(GroupsBucket(1, 1, 1 << k, 0), torch.bfloat16) for k in range(15)))
+CONFIGS = tuple(
+    dict.fromkeys(
+        configure(GroupsBucket(1, 1, 1 << k, channels_last), torch.bfloat16)
+        for channels_last in (0, 1)
+        for k in range(15)
+    )
+)
 
 
 def candidates(bucket: GroupsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
@@ -160,7 +168,4 @@ def launch_backward(outs: tuple[Tensor, Tensor, Tensor], args: GroupNormBackward
         partials = scratch((2, programs if affine else 1, groups.G * groups.C), torch.float32, x.device)
         parameters = (dx, partials[0], partials[1], dy, x, weight, groups.B, *groups.sizes, args.eps)
         _backward((groups.G, programs), parameters, (affine, *groups.blocks), num_warps=config.num_warps)
-    if args.need_dweight:
-        column_sums(dweight, partials[0])
-    if args.need_dbias:
-        column_sums(dbias, partials[1])
+    affine_sums(dweight, dbias, partials)

@@ -4,7 +4,7 @@ The second pass corrects the mean (`moments.py`), so a row of equal values gives
 with 1 / N: a division for each row would need registers that the backward does not have.
 
 Traffic: forward 4*M*N bytes at bf16, backward 6*M*N; the same floors as RMSNorm.  The backward recomputes mean and
-rstd from the row it reads, and sums the gradients of weight and bias in a fixed order (`column_sums`).
+rstd from the row it reads, and sums the gradients of weight and bias in a fixed order (`affine_sums`).
 Rows too long for registers are read in blocks, three times: mean, variance about it, output; re-reads come from L2.
 """
 
@@ -18,7 +18,7 @@ from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.kernels.triton import row_blocks
 from tilewright.ops.norm.kernels.triton.affine import load_bias, load_weight
-from tilewright.ops.norm.kernels.triton.column_sums import column_sums
+from tilewright.ops.norm.kernels.triton.column_sums import affine_sums
 from tilewright.ops.norm.kernels.triton.moments import sum_pair, variance_of
 from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK, Config, PersistentConfig
 from tilewright.ops.norm.layer_norm import BACKWARD, FORWARD, LayerNormArgs, LayerNormBackwardArgs
@@ -261,7 +261,4 @@ def launch_backward(outs: tuple[Tensor, Tensor, Tensor], args: LayerNormBackward
     parameters = (dx, dw_partial, db_partial, dy, x, weight, m, n, *strides, args.eps)
     constants = (affine, config.rows, block_n, config.num_stages)
     _backward((programs,), parameters, constants, num_warps=config.num_warps)
-    if args.need_dweight:
-        column_sums(dweight, dw_partial)
-    if args.need_dbias:
-        column_sums(dbias, db_partial)
+    affine_sums(dweight, dbias, partials)

@@ -78,8 +78,8 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Persist
     return tuple(
         PersistentConfig(rows, warps, stages, ctas_per_sm)
         for rows in (1, 2, 4, 8)
-        for warps in (2, 4, 8, 16)
-        for stages in (1, 2, 3, 4)
+        for warps in (4, 8, 16)
+        for stages in (2, 3, 4)
         for ctas_per_sm in (1, 2, 4, 8)
         if rows <= bucket.M
         and 4 <= rows * block // (32 * warps) <= 16
