@@ -55,6 +55,7 @@ _MODULES = (
     "bench",
     "compat",
     "dispatch",
+    "distributed",
     "engine",
     "errors",
     "generate",

@@ -70,7 +70,10 @@ def test_the_mix_is_what_the_program_says(programs, drawn):
     found = drawn(1, 400)
     ops = Counter(problem.op for problem in found)
     assert set(ops) == set(programs["any_size_recipes"].RECIPES)
-    assert min(ops["matmul"], ops["fmha"]) > 20
+    assert f"cycles of {sum(weight for weight, _ in programs['any_size_recipes'].RECIPES.values())}:" in (
+        programs["any_size"].__doc__
+    )
+    assert min(ops["matmul"], ops["fmha"]) > 15
     assert len({problem.model for problem in found}) > 30
     dtypes = Counter(problem.sizes.dtype for problem in found)
     assert dtypes[torch.bfloat16] > 100

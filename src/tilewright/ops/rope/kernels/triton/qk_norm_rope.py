@@ -105,7 +105,7 @@ def candidates_backward(bucket: RopeBucket, dtype: torch.dtype) -> tuple[Persist
         PersistentConfig(*tile, ctas_per_sm)
         for tile in candidates(bucket, dtype)
         for ctas_per_sm in (1, 2, 4, 8)
-        if tile.tokens * tile.heads * width <= 512 * tile.num_warps and 8 <= ctas_per_sm * tile.num_warps <= 32
+        if tile.tokens * tile.heads * width <= 512 * tile.num_warps and ctas_per_sm * tile.num_warps in (8, 16)
     )
 
 
