@@ -179,5 +179,6 @@ CONTRACT = register(
         bad_inputs=samples.BAD_INPUTS,
         batch_dim=None,
         promises=Promises(batch_invariant=False),
+        other_gradients={"weight": 5.0},  # rounded after each chunk
     )
 )
