@@ -84,7 +84,7 @@ def test_packed_queries_read_their_keys_where_they_lie(by_head, options):
     ("sizes", "options"),
     [
         ({}, {"causal": True, "sinks": torch.tensor([0.5, -3.0, 2.0, 9.0])}),
-        ({"by_token": True}, {"mask": masks.window(40), "softcap": 2.0}),
+        ({"by_token": True, "s_k": 1100}, {"mask": masks.window(1030), "softcap": 2.0}),
         ({"batch": 1, "s_q": 2}, {}),
         ({"s_q": 1, "heads": 2}, {"causal": True}),
     ],
@@ -135,7 +135,8 @@ def test_packed_decoding_divides_the_keys(queries, keys, sequences, heads, d, ke
     ("sizes", "options", "kernel"),
     [
         ((1, 8, 1, 2, 16384, 64), {"causal": True, "sinks": True}, "sm90.few_queries"),
-        ((1, 8, 1, 2, 16384, 64), {"mask": masks.window(128)}, "sm90.few_queries"),
+        ((1, 8, 1, 2, 16384, 64), {"mask": masks.window(4096)}, "sm90.few_queries"),
+        ((1, 8, 1, 2, 16384, 64), {"mask": masks.window(128)}, "sm90.forward"),
         ((1, 8, 1, 2, 16384, 64), {"mask": masks.window(128, 1)}, "sm90.forward"),
         ((4, 32, 8, 1, 8192, 128), {}, ""),
         ((4, 32, 8, 1, 8192, 128), {"softcap": 30.0}, "sm90.few_queries"),
@@ -143,7 +144,7 @@ def test_packed_decoding_divides_the_keys(queries, keys, sequences, heads, d, ke
         ((1, 8, 1, 2, 32768, 256), {"causal": True}, "sm90.few_queries"),
         ((4, 16, 16, 8, 300, 128), {"causal": True}, "sm90.forward"),
     ],
-    ids=["sinks", "window", "window_ahead", "cudnn", "softcap", "row_tiles", "gemma", "few_keys"],
+    ids=["sinks", "window", "narrow_window", "window_ahead", "cudnn", "softcap", "row_tiles", "gemma", "few_keys"],
 )
 def test_decoding_divides_the_keys_where_cudnn_does_not(sizes, options, kernel):
     batch, heads, kv_heads, s_q, s_k, d = sizes
@@ -257,7 +258,7 @@ def test_packed_queries_on_hopper(case, d):
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("s_q", [1, 2, 8])
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True, "sinks": True}, {"mask": masks.window(64), "softcap": 4.0}], ids=str
+    "options", [{}, {"causal": True, "sinks": True}, {"mask": masks.window(1030), "softcap": 4.0}], ids=str
 )
 def test_few_queries_on_hopper(options, s_q, by_token):
     on_hopper()

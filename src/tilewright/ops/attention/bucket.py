@@ -9,9 +9,10 @@ from tilewright.mask.packed import PACKED_PROGRAMS
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs, MaskArgs, VarlenArgs
 from tilewright.ops.attention.layout import addressable
 
-FULL, CAUSAL, BAND, PROGRAM, PACKED, AHEAD = range(6)
-"""`mask` in a bucket.  FULL, CAUSAL, BAND and AHEAD are bands; CAUSAL is bottom right: the last query sees the last
-key.  AHEAD has a bound of the keys after a query's position; a BAND has none of these, or all.
+FULL, CAUSAL, BAND, PROGRAM, PACKED, AHEAD, NARROW = range(7)
+"""`mask` in a bucket.  FULL, CAUSAL, BAND, AHEAD and NARROW are bands; CAUSAL is bottom right: the last query sees the last
+key.  AHEAD has a bound of the keys after a query's position; a BAND has none of these, or all.  NARROW is a BAND of few
+queries that shows each fewer keys than repay a kernel that divides them.
 A causal mask that no kernel of torch has is a BAND, which our kernels treat alike: of fewer keys than queries, where
 some see nothing; and of another number of keys where heads of values have another width, which is cuDNN's alone.
 PACKED is a program of packed sequences and nothing else, which only backwards tell apart; PROGRAM is any other.
@@ -25,6 +26,8 @@ _FEW_SCORES, _FEW_KEYS = 1 << 18, 1024
 _FEW_ELEMENTS, _FEW_PRODUCTS = 1 << 15, 1 << 26
 _WIDEST = 256  # heads of FLASH and cuDNN
 _MANY = 16  # queries of a sequence that no kernel for few takes
+MOST_QUERIES, LEAST_KEYS = 8, 1024
+"""Of a sequence, for the kernels that divide keys: the most queries, and the fewest keys."""
 
 
 class FmhaBucket(NamedTuple):
@@ -59,6 +62,8 @@ class VarlenBucket(NamedTuple):
 def forward_bucket(args: FmhaArgs) -> FmhaBucket:
     """The bucket of a forward."""
     mask = causal_kind(mask_kind(args.mask), args.q, args.k, args.q.shape[3], args.v.shape[3])
+    if mask == BAND and 0 <= args.mask.left < LEAST_KEYS and hint(args.q.shape[2]) <= MOST_QUERIES:
+        mask = NARROW
     return _bucket(args, mask, (args.q, args.k, args.v))
 
 

@@ -8,15 +8,22 @@ first key that it sees; so each query is a sequence, of as many keys as it sees,
 
 import torch
 
-from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, PROGRAM, SLOPES, FmhaBucket, VarlenBucket
+from tilewright.ops.attention.bucket import (
+    BAND,
+    CAUSAL,
+    FULL,
+    LEAST_KEYS,
+    MOST_QUERIES,
+    PROGRAM,
+    SLOPES,
+    FmhaBucket,
+    VarlenBucket,
+)
 from tilewright.ops.attention.kernels.sm90 import decode_choice
 from tilewright.ops.attention.paged.args import AS_QUERIES, PagedBucket
 
-MOST_QUERIES = 8
-"""Queries of a sequence; of `fmha_varlen` on average."""
-_LEAST_KEYS = 1024
 _LEAST_MEAN = 64
-"""Keys of all sequences, and of a packed one on average: fewer are read sooner than a second kernel starts."""
+"""Keys of a packed sequence on average: fewer are read sooner than a second kernel starts."""
 _MOST_READ = 1 << 13
 _MOST_SEQUENCES = 4096  # of the kernels
 
@@ -30,8 +37,8 @@ def why_not(bucket: FmhaBucket | VarlenBucket) -> str | None:
     """
     if bucket.extras & SLOPES:
         return "has no slopes (alibi)"
-    if bucket.S_k < _LEAST_KEYS:
-        return f"is for {_LEAST_KEYS} keys and more"
+    if bucket.S_k < LEAST_KEYS:
+        return f"is for {LEAST_KEYS} keys and more"
     heads = bucket.BH // bucket.group
     if isinstance(bucket, VarlenBucket):
         few = bucket.each <= MOST_QUERIES and bucket.S_k * bucket.each >= _LEAST_MEAN * bucket.S_q
@@ -40,7 +47,7 @@ def why_not(bucket: FmhaBucket | VarlenBucket) -> str | None:
     else:
         few, sequences, masked = bucket.S_q <= MOST_QUERIES, heads, bucket.mask in (FULL, CAUSAL, BAND)
     if not masked:
-        return "has causal masks, and windows of keys before a query"
+        return f"has causal masks, and windows of {LEAST_KEYS} keys and more before a query"
     if not few or sequences > _MOST_SEQUENCES:
         return f"is for up to {_MOST_SEQUENCES} sequences of up to {MOST_QUERIES} queries and more keys"
     return None
