@@ -11,8 +11,8 @@ from tilewright.ops.attention.layout import addressable
 
 FULL, CAUSAL, BAND, PROGRAM, PACKED, AHEAD, NARROW = range(7)
 """`mask` in a bucket.  FULL, CAUSAL, BAND, AHEAD and NARROW are bands; CAUSAL is bottom right: the last query sees the
-last key.  AHEAD has a bound of the keys after a query's position; a BAND has none of these, or all.  NARROW is a BAND of
-few queries that shows each fewer keys than repay a kernel that divides them.
+last key.  AHEAD has a bound of the keys after a query's position; a BAND has none of these, or all.  NARROW is a BAND
+of few queries that shows each fewer keys than repay a kernel that divides them.
 A causal mask that no kernel of torch has is a BAND, which our kernels treat alike: of fewer keys than queries, where
 some see nothing; and of another number of keys where heads of values have another width, which is cuDNN's alone.
 PACKED is a program of packed sequences and nothing else, which only backwards tell apart; PROGRAM is any other.
