@@ -27,7 +27,7 @@ _FEW_ELEMENTS, _FEW_PRODUCTS = 1 << 15, 1 << 26
 _WIDEST = 256  # heads of FLASH and cuDNN
 _MANY = 16  # queries of a sequence that no kernel for few takes
 MOST_QUERIES, LEAST_KEYS = 8, 1024
-"""Of a sequence, for the kernels that divide keys: the most queries, and the fewest keys."""
+"""Most queries and fewest keys of a sequence for the kernels that divide keys."""
 
 
 class FmhaBucket(NamedTuple):
