@@ -74,7 +74,7 @@ def test_rotation_alone_is_replaced(why: str) -> None:
 
 
 class HandsOnTables(Qwen3Attention):
-    """As caches of earlier releases were called."""
+    """Attention that hands cos and sin to its cache, as earlier releases of transformers do."""
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any = None, **_: Any

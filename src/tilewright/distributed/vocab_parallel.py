@@ -23,7 +23,6 @@ from tilewright.distributed.vocab_slice import (
     require_plain,
 )
 from tilewright.errors import InputError
-from tilewright.hardware.autocast import cast_as_linear
 from tilewright.nn import LinearCrossEntropyLoss
 from tilewright.ops import rows
 from tilewright.ops.loss import entropy, linear_cross_entropy
@@ -169,21 +168,7 @@ class VocabParallelLinearCrossEntropyLoss(LinearCrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input: (..., in_features), the same on every rank   target: (...).   Returns float32: (), or as target."""
-        input = replicated(LINEAR, "input", input)
-        hidden, weight, bias = cast_as_linear(input, self.linear.weight, self.linear.bias)
-        return vocab_parallel_linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            bias,
-            class_weight=self.weight,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            reduction=self.reduction,
-            backend=self.backend,
-        )
+        return self._loss_by(vocab_parallel_linear_cross_entropy, replicated(LINEAR, "input", input), target)
 
 
 def _options(

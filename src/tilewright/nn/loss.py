@@ -1,5 +1,7 @@
 """Losses as modules: `weight` (and the linear layer) in the state_dict, as in torch.nn."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -90,8 +92,12 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input: (..., in_features)   target: (...) int64|int32.   Returns float32: (), or as target."""
+        return self._loss_by(ops.linear_cross_entropy, input, target)
+
+    def _loss_by(self, function: Callable[..., Tensor], input: Tensor, target: Tensor) -> Tensor:
+        """The loss of this layer and these options by `function`, which takes the arguments of the op."""
         hidden, weight, bias = cast_as_linear(input, self.linear.weight, self.linear.bias)
-        return ops.linear_cross_entropy(
+        return function(
             hidden,
             weight,
             target,

@@ -11,6 +11,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2_HIGH = tl.constexpr(0.693359375)
 LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds a float32 to an integer
+ROUND_BITS = tl.constexpr(0x4B400000)  # of ROUND as a float32
+SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)  # of sqrt(1/2)
 
 
 @triton.jit
@@ -36,9 +38,6 @@ def log(x: tl.tensor) -> tl.tensor:
     return tl.where((x > 0.0) & (x < float("inf")), y + (x * exp(-y, True) - 1.0), y)
 
 
-SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
-
-
 @triton.jit
 def log_by_polynomial(x: tl.tensor) -> tl.tensor:
     """ln x of a normal float32 x above 0, to float32's accuracy, without a special function (logf of the Cephes
@@ -46,7 +45,7 @@ def log_by_polynomial(x: tl.tensor) -> tl.tensor:
     """
     bits = x.to(tl.int32, bitcast=True)
     n = (bits - SQRT_HALF_BITS) >> 23
-    n_fp32 = (n + 0x4B400000).to(tl.float32, bitcast=True) - ROUND  # 0x4B400000 are the bits of ROUND
+    n_fp32 = (n + ROUND_BITS).to(tl.float32, bitcast=True) - ROUND
     f = (bits - (n << 23)).to(tl.float32, bitcast=True) - 1.0
     p = f * 7.0376836292e-2 - 1.1514610310e-1
     p = p * f + 1.1676998740e-1

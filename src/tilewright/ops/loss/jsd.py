@@ -177,7 +177,9 @@ def check(args: JsdArgs) -> None:
 
 def _raw_args(grads: Any, saved: Any, args: JsdArgs, needs: Any) -> JsdBackwardArgs:
     dloss, *_ = grads  # the others are no functions of the student
-    return JsdBackwardArgs(*saved, dloss, *options_of(args))  # type: ignore[call-arg]
+    student, teacher, target, statistics, row_count = saved
+    options = options_of(args)._asdict()
+    return JsdBackwardArgs(student, teacher, target, statistics, row_count, dloss, **options)
 
 
 CONTRACT = register(

@@ -178,8 +178,28 @@ def check(args: LinearJsdArgs) -> None:
 
 
 def _raw_args(grads: Any, saved: Any, args: LinearJsdArgs, needs: Any) -> LinearJsdBackwardArgs:
-    flags = bool(needs.hidden), bool(needs.weight), bool(needs.bias)
-    return LinearJsdBackwardArgs(*saved, grads[0], *args[7:14], *flags)  # type: ignore[call-arg]
+    hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias, row_count = saved
+    return LinearJsdBackwardArgs(
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        target,
+        bias,
+        teacher_bias,
+        row_count,
+        grads[0],
+        beta=args.beta,
+        temperature=args.temperature,
+        hard_weight=args.hard_weight,
+        ignore_index=args.ignore_index,
+        reduction=args.reduction,
+        kind=args.kind,
+        chunk_rows=args.chunk_rows,
+        need_dhidden=bool(needs.hidden),
+        need_dweight=bool(needs.weight),
+        need_dbias=bool(needs.bias),
+    )
 
 
 CONTRACT = register(
