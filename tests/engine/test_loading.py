@@ -9,12 +9,6 @@ from tilewright.engine import SamplingParams
 from tilewright.errors import InputError
 
 WIDE = {"hidden_size": 512, "intermediate_size": 512}
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
 SIZES = {"max_batch": 2, "page_size": 4, "max_context": 64}
 PARAMS = SamplingParams(max_tokens=8, logprobs=True)
 
