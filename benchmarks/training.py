@@ -4,6 +4,7 @@ r"""Train one Llama on the same batches in several ways, and with Liger where it
     python benchmarks/training.py --json FILE --seeds 2 --steps 4 --batch 2 --context 64 --layers 1    # on a CPU
     python benchmarks/training.py --json FILE --seeds 1 --steps 12 --batch 4 --context 2048 --layers 4 --hidden 4096 \
         --inner 14336 --head 128 --group 4 --vocab 128256 --lr 1e-4       # Llama 3 8B's layers, on a GPU
+    ... --batch 1 --context 8192 --documents 1024       # the same tokens, packed documents of 1024 tokens on average
 
   eager, compile, patched, liger     torch's fused AdamW and clipping
   tilewright, tilewright_compile     patched, with `tilewright.optim`: AdamW and clipping; compiled besides
@@ -86,6 +87,14 @@ def finisher(contestant, model, lr):
     return finish
 
 
+def positions(options, generator):
+    """(B, S): from 0 in each document; a token begins one with a chance of one in `documents`."""
+    shape = options.batch, options.context
+    begins = torch.rand(shape, generator=generator, device=generator.device) * options.documents < 1
+    place = torch.arange(options.context, device=generator.device).expand(shape)
+    return place - torch.where(begins, place, 0).cummax(1).values
+
+
 def train(contestant, options, stream, seed):
     """One run: its losses, the time of each step, and the memory at its peak."""
     device = stream.device
@@ -98,11 +107,12 @@ def train(contestant, options, stream, seed):
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(options.steps):
+        inputs = {"position_ids": positions(options, generator)} if options.documents else {}
         starts = torch.randint(stream.numel() - options.context, (options.batch, 1), generator=generator, device=device)
         ids = stream[starts + offsets]
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = call(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = call(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
         loss.backward()
         finish()
         losses.append(loss.item())  # waits for the device
@@ -138,7 +148,7 @@ def parsed():
     parser.add_argument("--lr", type=float, default=1e-3)
     sizes = {"seeds": 5, "steps": 200, "batch": 16, "context": 512, "layers": 5, "hidden": 192, "vocab": 4096}
     shape = {"head": 32, "group": 3, "inner": 0}  # columns of a head, heads to one of keys, columns inside an MLP
-    for name, default in {**sizes, **shape, "files": 40}.items():
+    for name, default in {**sizes, **shape, "files": 40, "documents": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 
