@@ -26,7 +26,10 @@ class Batch(NamedTuple):
 def batch(before, new, *, padding=0, tokens_first=True, dtype=torch.float32):
     """before, new: tokens of each sequence in the cache, and in this step.   tokens_first: vLLM's layout LBNHC."""
     rng = torch.Generator().manual_seed(7)
-    draw = lambda *shape: torch.randn(*shape, generator=rng).to(dtype)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=rng).to(dtype)
+
     tokens, lengths = sum(new), [a + b for a, b in zip(before, new, strict=True)]
     width = -(-max(lengths) // PAGE) + 1
     pages = len(new) * width + 1

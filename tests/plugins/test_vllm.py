@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - where vLLM is not installed nothing below can be imported
 """Our classes in vLLM's own registries, and a model of vLLM's made of them: needs vLLM, no GPU.
 
 vLLM 0.33 without a GPU chooses no platform, and sends an enabled op to `forward_cuda`.  The one thing that is put in
@@ -15,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-pytest.importorskip("vllm", reason="vLLM is not installed; pip install vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm import plugins
 from vllm.config import CacheConfig, CompilationConfig, DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
@@ -250,8 +251,8 @@ def llama(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = dict(hidden_size=HEADS * D, intermediate_size=96, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=128, max_position_embeddings=128, **sizes))
+    heads = {"hidden_size": HEADS * D, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=128, intermediate_size=96, **heads))
     model.eval().save_pretrained(tmp_path)
     return tmp_path, model
 
@@ -262,8 +263,8 @@ def test_a_model_of_vllms(ranks, choose, llama, quantization):
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     folder, model = llama
-    sizes = dict(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=128)
-    settings = config(model=ModelConfig(model=str(folder), tokenizer=str(folder), quantization=quantization, **sizes))
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 128}
+    settings = config(model=ModelConfig(model=str(folder), tokenizer=str(folder), quantization=quantization, **options))
     settings.attention_config.backend = AttentionBackendEnum["TILEWRIGHT"]
     tokens, table = torch.arange(40) * 7 % 128, torch.tensor([[4, 1, 3]], dtype=torch.int32)
     with set_current_vllm_config(settings), torch.no_grad():

@@ -22,8 +22,8 @@ def register() -> None:
     nothing is entered, with a warning: vLLM would not start if this raised.
     """
     try:
-        from tilewright.plugins.vllm import layers, linear, registries
         from tilewright.plugins.vllm import attention as attention  # vLLM imports it by name, later
+        from tilewright.plugins.vllm import layers, linear, registries
     except (ImportError, AttributeError, TypeError) as error:
         logger.warning("vLLM runs without tilewright's kernels, which are written for vLLM %s: %s", VERSION, error)
         return

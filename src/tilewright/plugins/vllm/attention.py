@@ -1,7 +1,7 @@
 """vLLM's attention over its paged cache by `kv_append_`, `fmha_paged` and `fmha_decode`: backend TILEWRIGHT.
 
-A step in which every sequence has one new token is `fmha_decode`, any other `fmha_paged`.  Which of them a CUDA graph
-holds follows from the longest query alone, so vLLM may capture whole steps whose sequences have equally many new tokens.
+A step in which every sequence has one new token is `fmha_decode`, any other `fmha_paged`.  Neither looks at numbers on
+the host, so vLLM may capture whole steps; the two differ, so it captures those whose queries are of one length.
 
 Not taken, and refused by vLLM when it starts: attention of encoders, ALiBi, latent attention, heads over 256, caches in
 other dtypes than the model's or e4m3, several ranks along the keys (context parallelism), queries that see later keys.
