@@ -1,4 +1,3 @@
-# ruff: noqa: E402 - where vLLM is not installed nothing below can be imported
 """Our classes in vLLM's own registries, and a model of vLLM's made of them: needs vLLM, no GPU.
 
 vLLM 0.33 without a GPU chooses no platform, and sends an enabled op to `forward_cuda`.  The one thing that is put in
@@ -12,10 +11,6 @@ import torch
 from tests.plugins.paged import HEADS, KV_HEADS, PAGE, D, attention, batch
 from torch.testing import assert_close
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm import plugins
@@ -40,6 +35,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tilewright.plugins.vllm.functions import Step
 
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "UserWarning")]
 ENTRY = EntryPoint("tilewright", "tilewright.plugins.vllm:register", plugins.DEFAULT_PLUGINS_GROUP)
 
 
