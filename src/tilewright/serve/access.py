@@ -10,7 +10,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = ("/health",)
+_OPEN = ("/", "/health")  # a browser opens the page without a header; the page asks with the key behind its "#"
 
 
 class Access:

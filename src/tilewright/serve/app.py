@@ -41,7 +41,7 @@ def create_app(
 
     name         of the model, in answers and in /v1/models, beside those of the engine's adapters; requests that name
                  another get a 404.
-    api_key      if given, all routes but /health want "Authorization: Bearer <key>".
+    api_key      if given, all routes but /health and the page at / want "Authorization: Bearer <key>".
     max_waiting  requests that have not ended, beyond which new ones get a 429.
     max_body     bytes of a request, beyond which it gets a 413.
     Raises InputError for an engine without a tokenizer, and for an adapter with the model's name.
