@@ -134,7 +134,7 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
         (BODY | {"prompt": [100000]}, 400, "the vocabulary has"),
         (BODY | {"prompt": {"a": 1}}, 400, "prompt"),
         (BODY | {"stop": [""]}, 400, "empty text"),
-        (BODY | {"prompt": ["x"] * 7}, 429, "try again later"),
+        (BODY | {"prompt": ["x"] * 7}, 400, "7 answers, of 6"),
         (BODY | {"prompt": "x" * 30_000}, 413, "more than 20000 bytes"),
         (b"{not json", 400, "JSON"),
     ],
