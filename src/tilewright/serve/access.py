@@ -17,7 +17,7 @@ _OPEN = ("/", "/health")  # a browser opens the page without a header; the page 
 
 class Access:
     """ASGI middleware.  401 without the key, 413 for a body over the limit, whether its length was declared or not, and
-    500 for what nobody expected.
+    500 for what was not expected.
     """
 
     def __init__(self, app: Application, api_key: str | None, max_body: int, answered: Callable[[int], None]) -> None:
@@ -68,9 +68,9 @@ class Access:
         try:
             await self._app(scope, limited, counted)
         except Exception as error:  # noqa: BLE001 - uvicorn would log the message, which may quote a prompt
-            told = server_body(error)
+            answer = server_body(error)
             if not (is_answered or is_refused):
-                await self._send(send, 500, told)
+                await self._send(send, 500, answer)
 
     async def _refuse(self, send: Send, status: int, message: str) -> None:
         await self._send(send, status, body(status, message))

@@ -135,12 +135,12 @@ class TilewrightAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[TilewrightAttentionImpl]:
-        """Of a layer."""
+        """The class of a layer."""
         return TilewrightAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[TilewrightMetadataBuilder]:
-        """Of a step."""
+        """The class that describes a step."""
         return TilewrightMetadataBuilder
 
     @staticmethod
@@ -150,20 +150,20 @@ class TilewrightAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Up to what the kernels hold."""
+        """Heads that the kernels hold."""
         return head_size <= _WIDEST
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Yes."""
+        """Windows of keys before a query."""
         return True
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Yes."""
+        """Sinks of heads, as gpt-oss has them."""
         return True
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """From Ampere on."""
+        """Ampere and later GPUs."""
         return bool(capability >= DeviceCapability(8, 0))

@@ -90,21 +90,21 @@ class _Rotation:
         return rotate(positions, query, key, table, self.head_size, interleaved=not self.is_neox_style)
 
 
-def _rotating(theirs: type) -> type:
+def _rotating(original: type) -> type:
     """A subclass of vLLM's rotary embedding that rotates with our op."""
-    return type(f"Tilewright{theirs.__name__}", (_Rotation, theirs), {"__module__": __name__})
+    return type(f"Tilewright{original.__name__}", (_Rotation, original), {"__module__": __name__})
 
 
-_REPLACED = {
+_REPLACEMENTS = {
     RMSNorm: TilewrightRMSNorm,
     GemmaRMSNorm: TilewrightGemmaRMSNorm,
     SiluAndMul: TilewrightSiluAndMul,
     GeluAndMul: TilewrightGeluAndMul,
-    **{theirs: _rotating(theirs) for theirs in _ROTARY},
+    **{original: _rotating(original) for original in _ROTARY},
 }
 
 
 def register() -> None:
     """Replace vLLM's classes."""
-    for theirs, own in _REPLACED.items():
-        replace_op(own, theirs)
+    for original, replacement in _REPLACEMENTS.items():
+        replace_op(replacement, original)
