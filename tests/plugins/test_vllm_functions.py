@@ -1,5 +1,6 @@
 """What our layers compute in vLLM, without vLLM: in its layouts, against plain torch."""
 
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from tests.plugins.paged import HEADS, D, attention, batch
 from torch.testing import assert_close
 
+from tilewright.plugins.vllm import register
 from tilewright.plugins.vllm.functions import attend, normalise, rotate
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +20,14 @@ def test_the_entry_point_is_there_and_imports_no_vllm():
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     module, name = entry["tilewright"].split(":")
     assert callable(getattr(import_module(module), name))
+
+
+def test_where_vllm_has_other_interfaces_it_starts_without_us(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "tilewright.plugins.vllm.layers", raising=False)
+    monkeypatch.delitem(sys.modules, "tilewright.plugins.vllm.attention", raising=False)
+    register()
+    assert "vLLM runs without tilewright's kernels" in caplog.text
 
 
 @pytest.mark.parametrize(("offset", "has_weight"), [(0.0, True), (0.0, False), (1.0, True)])
