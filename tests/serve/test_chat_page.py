@@ -41,6 +41,7 @@ def test_a_chat_until_its_context_is_full(running, page):
     turns = send(page, "hello")
     assert [kind for kind, _ in turns] == ["user", "assistant"] and turns[0][1] == "hello"
     assert len(turns[1][1]) == 128 - len("user:hello;"), "a letter for each token that there is room for"
+    assert page.value("document.documentElement.scrollWidth <= innerWidth"), "a long word does not widen the page"
     turns = send(page, "<b>again</b><img src=x onerror=alert(1)>")
     assert [kind for kind, _ in turns[2:]] == ["user", "error"]
     assert turns[2][1].startswith("<b>again</b>") and "exceed the 128" in turns[3][1]
