@@ -22,15 +22,17 @@ def on_gpu(its):
     return its.query.cuda(), its.key.cuda(), its.value.cuda(), cache.copy_(its.cache), step
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 2.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 9}])
 @pytest.mark.parametrize("tokens_first", [True, False])
+@pytest.mark.parametrize(("sizes", "page_size"), [((4, 2, 32), 16), ((32, 8, 128), 64)])
 @pytest.mark.parametrize("name", STEPS)
-def test_attention_over_pages(name, tokens_first, options):
-    its = batch(**STEPS[name], tokens_first=tokens_first, dtype=torch.bfloat16)
+def test_attention_over_pages(name, sizes, page_size, tokens_first, options):
+    form = {"sizes": sizes, "page_size": page_size, "tokens_first": tokens_first, "dtype": torch.bfloat16}
+    its = batch(**STEPS[name], **form)
     query, key, value, cache, step = on_gpu(its)
     out = torch.full_like(query, 7.0)
-    attend(query, key, value, cache, step, out, scale=D**-0.5, **options)
-    wanted = attention(its, scale=D**-0.5, **options)
+    attend(query, key, value, cache, step, out, scale=sizes[2] ** -0.5, **options)
+    wanted = attention(its, scale=sizes[2] ** -0.5, **options)
     assert_close(out[: step.tokens].double().cpu(), wanted, atol=1e-2, rtol=1e-2)
     assert (out[step.tokens :] == 7.0).all()
 
