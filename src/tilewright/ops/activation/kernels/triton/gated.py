@@ -17,6 +17,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.activation import geglu, gelu_and_mul, silu_and_mul, swiglu
 from tilewright.ops.activation.kernels.triton.activations import activate, limited
+from tilewright.ops.dependent import DependentKernel, wait_and_launch_dependents
 from tilewright.ops.row_grid import grid_of, row_of_grid
 from tilewright.ops.rows import PlainRowsBucket, RowsBucket, as_rows
 from tilewright.ops.unaligned_rows import unit_of
@@ -107,9 +108,10 @@ def _gated_tile(
 @triton.jit
 def _gated_kernel(
     out, gate, up, units, rows, unit_stride_gate, unit_stride_up, unit_up_offset, tail, multiplier, limit,
-    ACT: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip  # out: (M, N)   gate, up: (M, N) by stride
     """out = act(gate) * up, or act(gate) without up, one tile a program."""
+    wait_and_launch_dependents(DEPENDENT)
     VECTOR: tl.constexpr = 128 // gate.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
     N, up_offset = units * UNIT, unit_up_offset * UNIT
     stride_gate, stride_up = unit_stride_gate * UNIT, unit_stride_up * UNIT
@@ -182,7 +184,7 @@ def _gated_backward_kernel(
             _gated_backward_tile(dgate, dup, dout, gate, up, N, N, N, N, N, rest, rest < tail, multiplier, limit, ACT)
 
 
-_forward = TritonKernel(_gated_kernel)
+_forward = DependentKernel(_gated_kernel)
 _backward = TritonKernel(_gated_backward_kernel)
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
-from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.dependent import DependentKernel, wait_and_launch_dependents
 from tilewright.ops.kvcache.kernels.triton import slots
 from tilewright.ops.kvcache.kernels.triton.slots import store_heads, token_position, token_slot
 from tilewright.ops.kvcache.kv_append_ import FORWARD, KvAppendArgs, KvAppendBucket
@@ -79,8 +79,9 @@ def _kv_append_kernel(
     k_cache_p, k_cache_s, k_cache_h, k_cache_d, k_t, k_h, k_d, k_scale_p, k_scale_s, k_scale_h,
     v_cache_p, v_cache_s, v_cache_h, v_cache_d, v_t, v_h, v_d, v_scale_p, v_scale_s, v_scale_h,
     D: tl.constexpr, D_V: tl.constexpr, KIND: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_and_launch_dependents(DEPENDENT)
     # Find the slots of a tile of tokens
     group = tl.program_id(0) % (2 * groups)
     token = tl.program_id(0) // (2 * groups) * TOKENS + tl.arange(0, TOKENS)
@@ -103,7 +104,7 @@ def _kv_append_kernel(
         )  # fmt: skip
 
 
-_kernel = TritonKernel(_kv_append_kernel)
+_kernel = DependentKernel(_kv_append_kernel)
 
 
 @register_kernel(

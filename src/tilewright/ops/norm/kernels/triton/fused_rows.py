@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.dependent import DependentKernel, wait_and_launch_dependents
 from tilewright.ops.norm.add_rms_norm import BACKWARD, FORWARD, AddRmsNormArgs, AddRmsNormBackwardArgs
 from tilewright.ops.norm.kernels.triton import long_rows, rms_norm, row_blocks
 from tilewright.ops.norm.kernels.triton.affine import load_weight
@@ -71,8 +72,9 @@ def normalise_rows(
 @triton.jit
 def _add_rms_norm_kernel(
     y, total, x, residual, weight, M, N, stride_x, stride_r, eps, offset,  # y: (M, N)
-    FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_and_launch_dependents(DEPENDENT)
     y_fp32, row_offsets, col_offsets, mask = normalise_rows(
         total, x, residual, weight, M, N, stride_x, stride_r, eps, offset, True, FP32_WEIGHT, ROWS, BLOCK_N
     )
@@ -123,7 +125,7 @@ def _add_rms_norm_backward_kernel(
         tl.store(dw_partial + tl.program_id(0).to(tl.int64) * N + col_offsets, dw, mask=col_mask)
 
 
-_forward = TritonKernel(_add_rms_norm_kernel)
+_forward = DependentKernel(_add_rms_norm_kernel)
 _backward = TritonKernel(_add_rms_norm_backward_kernel)
 
 

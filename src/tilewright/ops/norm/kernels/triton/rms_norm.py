@@ -20,6 +20,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.dependent import DependentKernel, wait_and_launch_dependents
 from tilewright.ops.norm.kernels.triton import long_rows, row_blocks
 from tilewright.ops.norm.kernels.triton.affine import load_weight
 from tilewright.ops.norm.kernels.triton.column_sums import column_sums, mean_of
@@ -47,8 +48,9 @@ def configure(bucket: RowsBucket | PlainRowsBucket, dtype: torch.dtype) -> Confi
 @triton.jit
 def _rms_norm_kernel(
     y, x, weight, M, N, stride_x, eps, offset,  # y, x: (M, N)   weight: (N,)
-    FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_and_launch_dependents(DEPENDENT)
     # Load the weight
     col_offsets = tl.arange(0, BLOCK_N)
     col_mask = col_offsets < N
@@ -105,7 +107,7 @@ def _rms_norm_backward_kernel(
         tl.store(dw_partial + tl.program_id(0).to(tl.int64) * N + col_offsets, dw, mask=col_mask)
 
 
-_forward = TritonKernel(_rms_norm_kernel)
+_forward = DependentKernel(_rms_norm_kernel)
 _backward = TritonKernel(_rms_norm_backward_kernel)
 
 

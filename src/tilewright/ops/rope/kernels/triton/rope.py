@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
-from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.dependent import DependentKernel, wait_and_launch_dependents
 from tilewright.ops.rope.apply_rope import BACKWARD, FORWARD
 from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs, ApplyRopeBackwardArgs, RopeBucket, by_token
 from tilewright.ops.rope.kernels.triton.head_tiles import head_strides, is_single, product, tables, unit_stride
@@ -86,7 +86,9 @@ def _rope_kernel(
     q_b, q_h, q_s, k_b, k_h, k_s, table_b, table_s, table_d, positions_b, positions_s,  # strides
     D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, BY_TOKEN: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_and_launch_dependents(DEPENDENT)
     # Find the tile of tokens and heads
     group = tl.program_id(0) % groups
     block = tl.program_id(0) // groups
@@ -168,7 +170,7 @@ def _rotate_heads(
 
 
 # A fused multiply-add would skip the rounding of one of the two products.
-_kernel = TritonKernel(_rope_kernel, enable_fp_fusion=False)
+_kernel = DependentKernel(_rope_kernel, enable_fp_fusion=False)
 
 
 def rotate(outs: tuple[Tensor, Tensor], args: ApplyRopeArgs, inverse: bool, config: Config) -> None:

@@ -14,12 +14,12 @@ from tilewright.ops.attention.kernels.triton.latent.combine import combine_kerne
 from tilewright.ops.attention.kernels.triton.paged.launch import (
     MOST_SEQUENCES,
     Tile,
-    has_dependents,
     processors,
     stages,
 )
 from tilewright.ops.attention.layout import addressable
 from tilewright.ops.attention.mla_decode.args import MlaDecodeArgs
+from tilewright.ops.dependent import has_dependents
 from tilewright.ops.kvcache.mla_layout import TOKEN_BYTES, VECTOR
 from tilewright.ops.quant.kernels.triton.numbers import as_stored
 from tilewright.ops.quant.numbers import E4M3

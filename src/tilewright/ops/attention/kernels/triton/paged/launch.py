@@ -14,6 +14,7 @@ from tilewright.ops.attention.kernels.triton.paged import tasks
 from tilewright.ops.attention.kernels.triton.paged.attend import attend_kernel
 from tilewright.ops.attention.kernels.triton.paged.combine import combine_kernel
 from tilewright.ops.attention.paged.args import AS_QUERIES, TOKEN_SCALES, PagedArgs, cache_kind
+from tilewright.ops.dependent import has_dependents
 from tilewright.ops.quant.kernels.triton.numbers import as_stored
 
 MOST_SEQUENCES = 4096  # each program holds one number for each
@@ -172,12 +173,6 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form)
 def processors(q: Tensor) -> int:
     """Multiprocessors of the device of q."""
     return _CPU_PROCESSORS if target_of(q) == "cpu" else device_info(q.device).sm_count or 132
-
-
-def has_dependents(q: Tensor) -> bool:
-    """Does the GPU launch a kernel before the end of the one it depends on?  Since sm_90."""
-    arch = target_of(q)
-    return arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90
 
 
 def _page(args: PagedArgs) -> int:
