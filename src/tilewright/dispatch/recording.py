@@ -51,7 +51,7 @@ def recordings() -> list["Recording"]:
     return _active
 
 
-class _NotedError(Exception):
+class _Noted(Exception):
     """The call is known; nothing computes it."""
 
 
@@ -64,12 +64,12 @@ class _FirstCall(Recording):
     def add(self, *call: Any) -> None:
         if get_ident() == self.thread:
             super().add(*call)
-            raise _NotedError
+            raise _Noted
 
 
 def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple["RawOp", tuple[Any, ...], str, str]:
     """The first call that `function` makes, as a recording notes it; neither that call nor what follows is computed."""
-    with suppress(_NotedError), record(_FirstCall()) as notes:
+    with suppress(_Noted), record(_FirstCall()) as notes:
         function(*args, **kwargs)
     (call,) = notes.calls
     return call

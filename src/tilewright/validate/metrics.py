@@ -121,7 +121,7 @@ class NumberLine(NamedTuple):
 
 
 def number_line(exact: Tensor, dtype: torch.dtype) -> NumberLine:
-    """That of `exact` in `dtype`."""
+    """The number line of `dtype` for errors against `exact`."""
     return NumberLine(ordered(exact.to(dtype)), exact.isfinite() & (exact.abs() > CANCELLED * typical(exact)))
 
 
