@@ -67,7 +67,9 @@ def check_tools() -> None:
 
 def pip(*arguments: str | Path) -> bool:
     """Runs the environment's pip; what pip has to say is shown when it fails."""
-    command = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+    # Bytecode of what is never imported takes longest; Python writes that of a module when it first imports it
+    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-compile"]
+    command = [PYTHON, "-m", "pip", "install", *options, *arguments]
     done = subprocess.run(
         [str(c) for c in command], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )

@@ -1,7 +1,6 @@
 """Raw calls of any op, made from its contract alone, on tensors without memory."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import cache
 from itertools import combinations, permutations, product
 from typing import Any, NamedTuple
@@ -12,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import tilewright.ops  # noqa: F401 - binds every contract
-from tilewright.dispatch import Contract, Implementation, RawOp, contracts, implementations, record
-from tilewright.dispatch.recording import Recording
+from tilewright.dispatch import Contract, Implementation, RawOp, contracts, implementations
+from tilewright.dispatch.recording import first_call
 
 SIZES = tuple(1 << k for k in range(21))
 ODD_SIZES = (1, 8, 64, 128, 4096, *((1 << k) + 1 for k in range(9, 18)))
@@ -32,18 +31,6 @@ class RawCall(NamedTuple):
         return self.op.allocate(self.args, "meta")
 
 
-class _NotedError(Exception):
-    """The call is known; nothing computes it."""
-
-
-class _OneCall(Recording):
-    """Ends a call when it is noted: a reference would take most of the time."""
-
-    def add(self, *call: Any) -> None:
-        super().add(*call)
-        raise _NotedError
-
-
 def triton_implementations() -> Iterator[tuple[Contract, RawOp, Implementation]]:
     """Every forward and backward with a Triton implementation."""
     for contract in contracts().values():
@@ -58,9 +45,8 @@ def raw_call(contract: Contract, op: RawOp, purpose: str, params: Mapping[str, A
     with FakeTensorMode():
         sample = contract.inputs(params, dtype, torch.device("cpu"), 0)
     args, kwargs = tree_map(_without_memory, (sample.args, dict(sample.kwargs)))
-    with torch.no_grad(), suppress(_NotedError), record(_OneCall()) as notes:
-        contract.function(*args, **kwargs)
-    ((_, raw_args, _, _),) = notes.calls
+    with torch.no_grad():
+        _, raw_args, _, _ = first_call(contract.function, *args, **kwargs)
     if op is contract.forward:
         return RawCall(purpose, op, raw_args)
     gradient = contract.gradient

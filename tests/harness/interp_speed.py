@@ -100,6 +100,36 @@ def broadcast(stock):
     return broadcast_impl_value
 
 
+INTEGERS = frozenset(id(t) for t in (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64))
+HALVES = frozenset(id(t) for t in (tl.float16, tl.bfloat16))
+WITH_NUMBERS = {id(tl.int32): (int,), id(tl.int64): (int,), id(tl.float32): (int, float)}
+
+
+def takes(dtype, number):
+    """Whether a number beside a tensor of `dtype` becomes one of `dtype`."""
+    kind = type(number)
+    return kind in WITH_NUMBERS.get(id(dtype), ()) and (kind is float or -(1 << 31) <= number < 1 << 31)
+
+
+def operands(stock):
+    """The types of most operands agree as they are: two tensors of one type, a pointer and integers, a small number."""
+
+    def binary_op_type_checking_impl(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        left, right = (x.dtype if type(x) is tl.tensor else None for x in (lhs, rhs))
+        if left is None and right is not None and arithmetic_check and takes(right, lhs):
+            lhs, left = self.scalar_constant(lhs, right), right
+        elif right is None and left is not None and arithmetic_check and takes(left, rhs):
+            rhs, right = self.scalar_constant(rhs, left), left
+        one_type = left is right and type(left) is tl.dtype and not (div_or_mod and id(left) in HALVES)
+        if one_type or (allow_lhs_ptr and id(right) in INTEGERS and left is not None and left.is_ptr()):
+            return self.broadcast_impl_value(lhs, rhs)
+        return stock(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return binary_op_type_checking_impl
+
+
 def by_name(stock):
     found = {}
 
@@ -120,6 +150,7 @@ def patch_types():
     core.tuple_type.name = property(lambda self: str(list(zip(self.fields, self.types, strict=True))))
     tl.dtype.__eq__ = dtype_eq(tl.dtype.__eq__)
     TritonSemantic.broadcast_impl_value = broadcast(TritonSemantic.broadcast_impl_value)
+    TritonSemantic.binary_op_type_checking_impl = operands(TritonSemantic.binary_op_type_checking_impl)
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
 
 

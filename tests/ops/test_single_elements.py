@@ -18,7 +18,7 @@ from tilewright.jit.tensor_map import plain_strides
 CASES = [*singles()]
 EVERY = range(len(STRIDES))
 HAVE_TRITON = {name for name, c in contracts().items() if c.forward.compose or "triton" in implementations(name, "fwd")}
-SAMPLED = 4
+SAMPLED = 6
 """One case of so many runs in the interpreter, which is slow; with --exhaustive all do."""
 IN_TRITON = [
     pytest.param(case, i // SAMPLED % len(STRIDES), marks=[pytest.mark.exhaustive] if i % SAMPLED else [])

@@ -20,6 +20,8 @@ from tilewright.errors import BackendError, InputError, TableError, UsageError
 from tilewright.hardware import device_info
 from tilewright.tuning import tune
 from tilewright.tuning.exclusive import exclusive
+from tilewright.tuning.problem import Problem
+from tilewright.tuning.watched import Watched
 
 X = torch.randn(64, 4096)
 
@@ -35,13 +37,21 @@ def quick(fake_op):
 
 
 @pytest.fixture
-def patience(quick, tmp_path):
-    """Seconds after which a step hangs: what a whole run takes here and now, which is more than any step that does not.
+def patience(fake_op):
+    """Seconds after which a step hangs: what a worker's start and first steps take together, here and now, which is
+    more than any step that does not.
 
     A number would be wrong on a machine that does other work as well.
     """
-    began = time.monotonic()
-    assert quick(path=tmp_path / "of no interest.json").ok
+    began, worker = time.monotonic(), Watched()
+    modules = ("tilewright.ops", fake_op.__name__)
+    try:
+        worker.ask(
+            "prepare", Problem(fake_op.NAME, "fwd", {"M": 64, "N": 4096}, X.dtype, "cpu", 0, modules), timeout=99
+        )
+        assert worker.ask("check", "cpu", fake_op.FAST, timeout=99) is None
+    finally:
+        worker.close()
     return max(3, math.ceil(time.monotonic() - began))
 
 

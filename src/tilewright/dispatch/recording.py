@@ -1,8 +1,9 @@
 """Record which plans a program needs, without touching it: warm-up, `tune MODEL` and `explain` are built on this."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,3 +49,27 @@ def record(recording: Recording | None = None) -> Iterator[Recording]:
 def recordings() -> list["Recording"]:
     """The recordings in force."""
     return _active
+
+
+class _Noted(Exception):
+    """The call is known; nothing computes it."""
+
+
+@dataclass(eq=False)
+class _FirstCall(Recording):
+    """Ends a call of this thread when it is noted: a reference on fake tensors takes most of the time."""
+
+    thread: int = field(default_factory=get_ident)
+
+    def add(self, *call: Any) -> None:
+        if get_ident() == self.thread:
+            super().add(*call)
+            raise _Noted
+
+
+def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple["RawOp", tuple[Any, ...], str, str]:
+    """The first call that `function` makes, as a recording notes it; neither that call nor what follows is computed."""
+    with suppress(_Noted), record(_FirstCall()) as notes:
+        function(*args, **kwargs)
+    (call,) = notes.calls
+    return call

@@ -7,6 +7,7 @@ lookup, the allocation of the outputs and the launches.  Scratch memory must com
 allocate it too.  A call that copies an input, or launches by other means, leaves no tape and is never replayed.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -136,12 +137,26 @@ class _Watch(TorchDispatchMode):
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        return self._watched(func, args, kwargs or {})
+
+    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         memory_only = func.is_view or func.name().split("::")[1].startswith(("empty", "new_empty", "detach"))
         computes = func._schema.is_mutable or not isinstance(result, (torch.dtype, bool, int, float))
         if computes and not memory_only:
             self._tape.invalidate()
         return result
+
+
+class _WatchOfEager(_Watch):
+    """The same while torch's compiler is not imported, which torch's guard against it takes a second to do."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watched(func, args, kwargs or {})
 
 
 @contextmanager
@@ -150,7 +165,7 @@ def listen() -> Iterator[Taping]:
     tape = Taping()
     token = _active.set(tape)
     try:
-        with _Watch(tape):
+        with (_Watch if "torch._dynamo" in sys.modules else _WatchOfEager)(tape):
             yield tape
     finally:
         _active.reset(token)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from tilewright.dispatch import Contract, RawOp, Sample, contract, implementations, record
+from tilewright.dispatch import Contract, RawOp, Sample, contract, implementations
 from tilewright.dispatch.contract import Direction
+from tilewright.dispatch.recording import first_call
 from tilewright.tuning.recorded import RecordedCall, on_raw_arguments
 
 SMALL = 37  # rows of the small problem of the check: odd, so that the last block of every tiling is masked
@@ -77,11 +78,8 @@ def modules_of(subject: Contract, device_type: str) -> tuple[str, ...]:
 
 def raw_call(problem: Problem, sample: Sample) -> Call:
     """The raw op with the arguments that the public function passes; only torch runs.  Cotangents are random."""
-    device = next(a for a in tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(a, Tensor)).device.type
-    with torch.no_grad(), record() as notes:
-        problem.contract.function(*sample.args, **sample.kwargs, backend="torch")
-        # A recording hears of all threads: in a user's process others may make calls, but not on meta tensors
-        raw, args, _, _ = next(each for each in notes.calls if each[1][0].device.type == device)
+    with torch.no_grad():
+        raw, args, _, _ = first_call(problem.contract.function, *sample.args, **sample.kwargs, backend="torch")
         if problem.direction == "fwd":
             return Call(raw, args)
         result = raw.plain(*args)

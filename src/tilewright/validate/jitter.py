@@ -36,6 +36,11 @@ class JitteredTerms(TorchDispatchMode):
         self._seed = int(torch.randint(2**62, (), generator=noise, device=noise.device))
         self._generators: dict[torch.device, torch.Generator] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, torch's guard around each op of a mode: nothing is compiled here, and there are thousands."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -110,11 +110,28 @@ def typical(exact: Tensor) -> Tensor:
     return (squares.sum() / (squares != 0).sum().clamp_min(1)).sqrt()
 
 
-def errors(value: Tensor, exact: Tensor, dtype: torch.dtype, *, ulps: bool = True) -> Errors:
+class NumberLine(NamedTuple):
+    """Where float64 values lie among the numbers of a dtype, and of which of them ULPs count: those that do not cancel.
+
+    One serves all errors against the same values.
+    """
+
+    places: Tensor
+    counted: Tensor
+
+
+def number_line(exact: Tensor, dtype: torch.dtype) -> NumberLine:
+    """The number line of `dtype` for errors against `exact`."""
+    return NumberLine(ordered(exact.to(dtype)), exact.isfinite() & (exact.abs() > CANCELLED * typical(exact)))
+
+
+def errors(
+    value: Tensor, exact: Tensor, dtype: torch.dtype, *, ulps: bool = True, line: NumberLine | None = None
+) -> Errors:
     """Errors of `value` against float64 `exact`, over elements where both are finite.
 
     ULPs are those of `dtype`, over elements that do not cancel.  ulps=False leaves them out: they take most of the time
-    and memory of a large tensor.
+    and memory of a large tensor.   line: `number_line(exact, dtype)` where it is known.
     """
 
     def difference(pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -125,9 +142,9 @@ def errors(value: Tensor, exact: Tensor, dtype: torch.dtype, *, ulps: bool = Tru
     pairs = zip(as_matrix(value).split(rows), as_matrix(exact).split(rows), strict=True)
     if not ulps:
         return _norms(map(difference, pairs), torch.zeros((), dtype=torch.float64, device=exact.device))
-    steps = (ordered(value.to(dtype)) - ordered(exact.to(dtype))).abs()
-    counted = testable(value).isfinite() & exact.isfinite() & (exact.abs() > CANCELLED * typical(exact))
-    return _norms(map(difference, pairs), ulp_quantile(steps[counted]))
+    places, counted = number_line(exact, dtype) if line is None else line
+    steps = (ordered(value.to(dtype)) - places).abs()
+    return _norms(map(difference, pairs), ulp_quantile(steps[counted & testable(value).isfinite()]))
 
 
 def testable(t: Tensor) -> Tensor:

@@ -27,7 +27,10 @@ Derivation = Callable[[Callable[..., Any], Sample, tuple[Tensor, ...]], dict[str
 
 @dataclass(frozen=True)
 class Truth:
-    """Standards for the outputs of one call, and for the gradients of inputs (by position) given `cotangents`."""
+    """Standards for the outputs of one call, and for the gradients of inputs (by position) given `cotangents`.
+
+    outputs: none where a caller gave the cotangents, and wants the gradients.
+    """
 
     outputs: tuple[Standard, ...]
     cotangents: tuple[Tensor, ...]
@@ -58,13 +61,18 @@ def differentiate(
 
 
 def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Tensor] | None = None) -> Truth:
-    """Compute the standards of one call without our kernels.   cotangents: None draws normal values from `seed`."""
+    """Compute the standards of one call without our kernels.
+
+    cotangents: those of the gradients, of which alone there are standards then; None draws normal values from `seed`.
+    """
     positions = gradient_inputs(contract, sample)
     generator = torch.Generator().manual_seed(seed)
     reference = pure(contract, contract.reference)
-    with torch.no_grad():
-        baseline = reference(*sample.args, **sample.kwargs)
+    judged = 0
     if cotangents is None:
+        with torch.no_grad():
+            baseline = reference(*sample.args, **sample.kwargs)
+        judged = len(baseline)
         cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in baseline]
     jitter_dtype = jitter_dtype_of(sample)
 
@@ -82,10 +90,10 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
     names = argument_names(contract)
     outputs = tuple(
         standard(
-            _output_name(i, len(baseline)), exact[0][i], native[0][i], [n[0][i] for n in noisy], contract.tolerance,
+            _output_name(i, judged), exact[0][i], native[0][i], [n[0][i] for n in noisy], contract.tolerance,
             order=_cut_off(sample, native[0][i]),
         )
-        for i in range(len(baseline))
+        for i in range(judged)
     )  # fmt: skip
     gradients = {
         i: standard(

@@ -48,6 +48,7 @@ from tilewright.validate.metrics import (
     counts,
     errors,
     norms,
+    number_line,
     testable,
     typical,
 )
@@ -192,11 +193,10 @@ def standard(
         zeros = Errors(*[zero] * len(Errors._fields))
         return Standard(name, dtype, exact.device, exact, rounded, zeros, zeros, zeros)
     size = norms(torch.where(exact.isfinite(), exact, 0.0), zero)
-    theirs = errors(baseline, exact, dtype, ulps=ulps)
+    line = number_line(exact, dtype) if ulps else None
+    theirs, *noises = (errors(t, exact, dtype, ulps=ulps, line=line) for t in (baseline, *jittered))
     number = counts(exact)
-    noise = Errors(
-        *(torch.stack(e).amax(0) for e in zip(*(errors(j, exact, dtype, ulps=ulps) for j in jittered), strict=True))
-    )
+    noise = Errors(*(torch.stack(e).amax(0) for e in zip(*noises, strict=True)))
     info = torch.finfo(dtype)
     relative = (
         order + info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2

@@ -9,6 +9,7 @@ collector the kernels of decoding, which belong to no op.
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.bench.cases import Case, select
-from tilewright.dispatch import contracts, implementations, record
+from tilewright.dispatch import RawOp, contracts, implementations, record
+from tilewright.dispatch.recording import first_call
 from tilewright.errors import InputError, PatchError, UsageError
 from tilewright.generate.planning import run_planned
 from tilewright.jit.collect import Job, collect
@@ -56,11 +58,12 @@ def trace_case(case: Case) -> RawCall:
     contract, gradient = case.contract, case.contract.gradient
     with FakeTensorMode(), torch.no_grad():
         sample = contract.inputs(case.workload.params, case.dtype, torch.device("cpu"), 0)
-        with record() as notes:
+        if case.direction == "fwd" or gradient is None:
+            op, args, *_ = first_call(contract.function, *sample.args, **sample.kwargs)
+            return RawCall(op, args)
+        with record() as notes, _only_declared(contract.forward):
             public = contract.function(*sample.args, **sample.kwargs)
         (op, args, *preference), *_ = notes.calls  # those of its parts follow
-        if case.direction == "fwd" or gradient is None:
-            return RawCall(op, args)
         result = op(*args, *preference)  # with outputs that the public function does not return: they get no gradient
         outputs = result if isinstance(result, tuple) else (result,)
         plain = tuple(None if isinstance(a, Tensor) else a for a in args)
@@ -69,6 +72,21 @@ def trace_case(case: Case) -> RawCall:
         returned = (out if i < public_count and out.is_floating_point() else None for i, out in enumerate(outputs))
         grads = tuple(None if out is None else torch.empty_like(out) for out in returned)
         return RawCall(gradient.op, gradient.raw_args(grads, gradient.save(args, outputs), plain, needs))
+
+
+@contextmanager
+def _only_declared(op: RawOp) -> Iterator[None]:
+    """Where torch computes `op`, it returns what it declares; a reference on fake tensors takes most of the time."""
+
+    def declared(*args: Any) -> Any:
+        outputs = op.allocate(args, op.device_of(args))
+        return outputs[0] if op.count == 1 else outputs or None
+
+    reference, op.reference = op.reference, declared
+    try:
+        yield
+    finally:
+        op.reference = reference
 
 
 class ModelNeeds(NamedTuple):

@@ -23,9 +23,16 @@ LENGTHS = {"one": (1, ALL), "a_tile": (64, BAND), "a_tile_full": (64, ALL), "odd
 """What Triton specialises: a length of 1, multiples of 16, whether the last tile is cut, whether a bound is checked."""
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("place", ["aligned", "misaligned"])
-@pytest.mark.parametrize("widths", WIDTHS)
+def _forms():
+    """Each width at each place in two of the lengths, which change places from width to width; --exhaustive: in all."""
+    for i, widths in enumerate(WIDTHS):
+        for j, place in enumerate(("aligned", "misaligned")):
+            for k, length in enumerate(LENGTHS):
+                marks = [pytest.mark.exhaustive] if (i + j + k) % 2 else []
+                yield pytest.param(widths, place, length, marks=marks, id=f"{widths}-{place}-{length}")
+
+
+@pytest.mark.parametrize(("widths", "place", "length"), [*_forms()])
 def test_no_address_comes_from_another_register(widths, place, length):
     from tests.harness.fake_driver import target
     from tests.harness.uniform_registers import of_binary

@@ -31,15 +31,18 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     if page is None:
         capacity = max(params.get("capacity") or 0, *lengths, 1)
         size = (batch, capacity)
-        slots = [[b * capacity + i for i in range(n)] for b, n in enumerate(lengths)]
+        tables = [[b] for b in range(batch)]
     else:
         tables, count = page_tables(lengths, page, params.get("shared") or 0, seed)
         size = (count, page)
-        slots = [[t[i // page] * page + i % page for i in range(n)] for t, n in zip(tables, lengths, strict=True)]
         width = max(map(len, tables), default=0) + 1
         if not params.get("topk"):
             table = [t + [TAIL] * (width - len(t)) for t in tables]
             options["block_table"] = int32(table, device, (-1, width))
+    slots = []
+    if params.get("topk") or params.get("unused") == "nan":  # of long sequences a list of all takes seconds
+        n_page = size[1]
+        slots = [[t[i // n_page] * n_page + i % n_page for i in range(n)] for t, n in zip(tables, lengths, strict=True)]
     kv_cache = _cache(params, size, slots, dtype, device, g)
     lengths_given: Tensor | None = int32(lengths, device)
     if params.get("topk"):

@@ -1,6 +1,7 @@
 """Random problems of `fmha_decode` and `fmha_paged`, their edge cases, and calls that must fail."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -89,12 +90,18 @@ def page_tables(lengths: Sequence[int], page: int, shared: int, seed: int) -> tu
     """The pages of each sequence, in any order, and how many there are; one in eight belongs to no sequence."""
     counts = [-(-n // page) for n in lengths]
     total = sum(counts) + sum(counts) // 8 + 1
-    order = Random(seed).sample(range(total), total)[::-1]
+    order = _permutation(total, seed)
     tables = [order[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
     for table in tables[1:]:
         common = min(shared, len(table), len(tables[0]))
         table[:common] = tables[0][:common]
     return tables, total
+
+
+@lru_cache(maxsize=1)
+def _permutation(n: int, seed: int) -> list[int]:
+    """0 to n - 1 in any order; of long caches it takes longer than all else of a problem, and most ask for it twice."""
+    return Random(seed).sample(range(n), n)[::-1]
 
 
 def int32(numbers: Any, device: torch.device | str, shape: tuple[int, ...] = (-1,)) -> Tensor:

@@ -12,7 +12,6 @@ The split follows Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023), the one leng
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
@@ -20,6 +19,7 @@ from tilewright.ops.attention.fmha_decode import FORWARD
 from tilewright.ops.attention.kernels.triton.paged import tasks
 from tilewright.ops.attention.kernels.triton.paged.launch import Form, Tile, fitted, stages, why_not, width
 from tilewright.ops.attention.kernels.triton.paged.launch import launch as launch_form
+from tilewright.ops.attention.kernels.triton.tiles import next_power_of_2
 from tilewright.ops.attention.paged.args import PagedArgs, PagedBucket
 
 _LEAST_ROWS, _MOST_ROWS = 16, 64
@@ -27,7 +27,7 @@ _LEAST_ROWS, _MOST_ROWS = 16, 64
 
 def _block_m(bucket: PagedBucket) -> int:
     """The rows of a sequence in one tile, or in several of 64: of 16 rows, the fewest that a matrix unit takes."""
-    return min(max(_LEAST_ROWS, triton.next_power_of_2(bucket.S_q * bucket.group)), _MOST_ROWS)
+    return min(max(_LEAST_ROWS, next_power_of_2(bucket.S_q * bucket.group)), _MOST_ROWS)
 
 
 def configure(bucket: PagedBucket, dtype: torch.dtype) -> Tile:

@@ -12,7 +12,6 @@ of 4096 tokens that decode (32/8 heads, D = 128, bf16) beside a chunk of 512 at 
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
@@ -20,6 +19,7 @@ from tilewright.ops.attention.fmha_paged import FORWARD
 from tilewright.ops.attention.kernels.triton.paged import tasks
 from tilewright.ops.attention.kernels.triton.paged.launch import Form, Tile, fitted, stages, why_not, width
 from tilewright.ops.attention.kernels.triton.paged.launch import launch as launch_form
+from tilewright.ops.attention.kernels.triton.tiles import next_power_of_2
 from tilewright.ops.attention.paged.args import PagedArgs, PagedBucket
 
 _TOKENS = 4  # of a sequence of few rows, if 64 rows hold the heads of so many
@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 def _few_m(bucket: PagedBucket) -> int:
     most = 64 if width(bucket.D, bucket.D_v) <= 128 else 32  # of wide heads four warps hold no more
-    return min(max(16, triton.next_power_of_2(_TOKENS * bucket.group)), most)
+    return min(max(16, next_power_of_2(_TOKENS * bucket.group)), most)
 
 
 def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config:

@@ -13,13 +13,13 @@ The shares follow FlashMLA's schedule (DeepSeek-AI, 2025).
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
 from tilewright.ops.attention.kernels.triton.latent.launch import launch as launch_tile
 from tilewright.ops.attention.kernels.triton.latent.launch import why_not, widths
 from tilewright.ops.attention.kernels.triton.paged.launch import Tile, stages
+from tilewright.ops.attention.kernels.triton.tiles import next_power_of_2
 from tilewright.ops.attention.mla_decode import FORWARD
 from tilewright.ops.attention.mla_decode.args import PACKED, MlaDecodeArgs, MlaDecodeBucket
 
@@ -29,7 +29,7 @@ _LEAST_ROWS, _MOST_ROWS = 16, 64
 def _block_m(bucket: MlaDecodeBucket) -> int:
     """The rows of a sequence in one tile, or in several of 64: of 16 rows, the fewest that a matrix unit takes."""
     rows = bucket.H * (1 if bucket.sparse else bucket.S_q)
-    return min(max(_LEAST_ROWS, triton.next_power_of_2(rows)), _MOST_ROWS)
+    return min(max(_LEAST_ROWS, next_power_of_2(rows)), _MOST_ROWS)
 
 
 def _is_indirect(bucket: MlaDecodeBucket) -> bool:

@@ -65,17 +65,22 @@ def has_terms(mask: int, extras: int) -> bool:
     return bool(extras & (SOFTCAP | SLOPES)) or mask in (PROGRAM, PACKED)
 
 
+def next_power_of_2(n: int) -> int:
+    """The least one that is not below `n`, at least 1.  On a host Triton's, which kernels may call too, takes 5 us."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def parts(d: int) -> tuple[int, int]:
     """Powers of two, at least 16, whose sum is at least `d` and little more: (64, 16) for 80; (128, 0) for 128."""
     first = max(1 << (d.bit_length() - 1), 16)
     rest = max(0, d - first)
-    second = max(16, triton.next_power_of_2(rest)) if rest else 0
+    second = max(16, next_power_of_2(rest)) if rest else 0
     return (2 * first, 0) if second == first else (first, second)
 
 
 def part(d: int) -> int:
     """The power of two, at least 16, that covers `d`; 0 for 0."""
-    return max(16, triton.next_power_of_2(d)) if d else 0
+    return max(16, next_power_of_2(d)) if d else 0
 
 
 def streamed_parts(d: int, t: Tensor, descriptors: bool) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class Widths(NamedTuple):
 
 def widths(d: int, d_v: int) -> Widths:
     """The parts for tokens of d numbers, of which d_v are the value."""
-    value = max(16, triton.next_power_of_2(d_v), 1 << (d.bit_length() - 1))
+    value = max(16, tiling.next_power_of_2(d_v), 1 << (d.bit_length() - 1))
     two = value > _MOST_WIDTH
     return Widths(value // 2 if two else value, two, tiling.part(max(d - value, 0)))
 

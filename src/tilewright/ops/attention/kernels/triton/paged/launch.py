@@ -72,7 +72,7 @@ def width(d: int, d_v: int) -> int:
     """Columns of all tiles: one number for keys and values, because two products of different widths that read shared
     memory without descriptors get wrong addresses on Hopper (`tiles.streamed_parts`).
     """
-    return max(16, triton.next_power_of_2(max(d, d_v)))
+    return max(16, tiling.next_power_of_2(max(d, d_v)))
 
 
 def _columns(args: PagedArgs) -> int:
