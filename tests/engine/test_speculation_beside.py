@@ -16,12 +16,13 @@ from tilewright.engine import Grammar, SamplingParams
 from tilewright.engine.penalties import Drafts
 from tilewright.engine.runner import Runner
 
-REPEATS = {"frequency_penalty": -0.5}  # so that drafts are right, and that what is counted decides
+REPEATS = {"frequency_penalty": -0.5}
+COUNTED = {"frequency_penalty": 0.1, "logit_bias": {5: 2.0, 9: 2.0, 2: 2.0}}  # three tokens in turn, as counts decide
 EACH = [
     SamplingParams(max_tokens=24, **REPEATS),
     SamplingParams(max_tokens=20, temperature=0.7, seed=3, repetition_penalty=1.3, logit_bias={5: 1.0}, logprobs=True),
     SamplingParams(max_tokens=20, presence_penalty=-0.4, min_tokens=9, stop_tokens=tuple(range(0, 128, 3))),
-    SamplingParams(max_tokens=24, frequency_penalty=0.05),  # repeats a token until its count forbids another
+    SamplingParams(max_tokens=24, **COUNTED),
     SamplingParams(max_tokens=20, temperature=0.5, seed=4, min_tokens=20, stop_tokens=(7, 9), **REPEATS),
 ]
 PROMPTS = [REPEATED, prompt(9), REPEATED, REPEATED, prompt(21, 1)]
@@ -49,8 +50,9 @@ def test_tokens_are_those_without_drafts(model, plain, kind, sizes):
     assert 5 < statistics["accepted_tokens"] < statistics["draft_tokens"], "some drafts are right, and some wrong"
 
 
-def test_accepted_tokens_are_those_of_the_definitions(model):
-    params = SamplingParams(max_tokens=24, **REPEATS)
+@pytest.mark.parametrize("change", [REPEATS, COUNTED])
+def test_accepted_tokens_are_those_of_the_definitions(model, change):
+    params = SamplingParams(max_tokens=24, **change)
     with Engine(model, speculation="prompt_lookup", **SIZES) as engine:
         (output,) = engine.generate([REPEATED], params)
         assert engine.statistics["accepted_tokens"] > 8
