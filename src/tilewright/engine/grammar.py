@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import InputError
+from tilewright.log import logger
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Matcher:
     """The state of one answer.
 
     error: why no token can be drawn, or "".   is_over: nothing may follow, or the end of text was drawn.
+    What the matcher raises ends its own request: from there its masks allow nothing.
     """
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
@@ -59,11 +61,15 @@ class Matcher:
 
         (V / 32,) int32, bit i % 32 of word i // 32 allows token i.
         """
-        masks = [self._mask()]
-        for draft in drafts:
-            self._matcher.consume_token(draft)
-            masks.append(self._mask())
-        self._matcher.rollback(len(drafts))
+        try:
+            masks = [self._mask()]
+            for draft in drafts:
+                self._matcher.consume_token(draft)
+                masks.append(self._mask())
+            self._matcher.rollback(len(drafts))
+        except Exception:  # noqa: BLE001 - of a library, and it must end no other request
+            logger.exception("a request fails: its grammar gave no mask")
+            return [torch.zeros(self._words, dtype=torch.int32)] * (1 + len(drafts))
         return masks
 
     @property

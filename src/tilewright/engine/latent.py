@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from tilewright.errors import InputError
 from tilewright.log import logger
+from tilewright.models.transformers_names import EXPAND_LATENTS
 from tilewright.ops.attention.mla_decode import mla_decode
 from tilewright.ops.gemm.bmm import bmm
 from tilewright.ops.kvcache.mla_kv_append_ import mla_kv_append_
 from tilewright.ops.kvcache.mla_layout import LATENT, ROPE, TOKEN_BYTES
 
-_METHOD = "expand_kv"  # of transformers' layers, from latents to keys and values; up to 5.14 there is none
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _NEAR = 0.1  # of two norms; a projection that is patched to float8 is off by 0.04
 
@@ -72,7 +72,7 @@ def each_token(positions: Tensor, cu_seqlens: Tensor, block_table: Tensor) -> Ea
 
 def latent_layers(model: nn.Module) -> list[nn.Module]:
     """The attention layers of `model` whose latents can be cached; one log line for those where only keys can."""
-    every = [module for module in model.modules() if callable(getattr(module, _METHOD, None))]
+    every = [module for module in model.modules() if callable(getattr(module, EXPAND_LATENTS, None))]
     layers = [module for module in every if _expands_by_weight(module)]
     if len(layers) < len(every):
         logger.info("keys and values of every head are cached: %s has no plain projection", type(every[0]).__name__)
@@ -83,17 +83,17 @@ def latent_layers(model: nn.Module) -> list[nn.Module]:
 def kept_latents(layers: Iterable[nn.Module]) -> Iterator[None]:
     """`layers` hand latents on to their attention, in place of keys and values."""
     for layer in layers:
-        layer.__dict__[_METHOD] = _as_they_are
+        layer.__dict__[EXPAND_LATENTS] = _as_they_are
     try:
         yield
     finally:
         for layer in layers:
-            del layer.__dict__[_METHOD]
+            del layer.__dict__[EXPAND_LATENTS]
 
 
 def keeps_latents(layer: nn.Module) -> bool:
     """Is a layer inside `kept_latents`?"""
-    return layer.__dict__.get(_METHOD) is _as_they_are
+    return layer.__dict__.get(EXPAND_LATENTS) is _as_they_are
 
 
 def attend(
@@ -130,7 +130,7 @@ def _expands_by_weight(layer: Any) -> bool:
     like = {"dtype": weight.dtype, "device": weight.device}
     latent, k_pe = torch.linspace(-1, 1, weight.shape[1], **like), torch.linspace(1, 2, rope, **like)
     with torch.inference_mode():
-        k, v = layer.expand_kv(latent.view(1, 1, 1, -1), k_pe.view(1, 1, 1, -1))
+        k, v = getattr(layer, EXPAND_LATENTS)(latent.view(1, 1, 1, -1), k_pe.view(1, 1, 1, -1))
         head = (weight @ latent).view(-1, nope + d_v)
         if k.shape != (1, len(head), 1, nope + rope) or v.shape != (1, len(head), 1, d_v):
             return False
