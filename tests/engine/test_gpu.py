@@ -98,7 +98,10 @@ def test_penalties_in_graphs_and_one_step_ahead_are_those_of_one_request():
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 def test_speculated_tokens_are_those_without(kv_dtype):
     model = silent("llama")
-    each = [SamplingParams(max_tokens=40, temperature=0.3 * (n % 3), seed=n) for n in range(9)]
+    each = [
+        SamplingParams(max_tokens=40, temperature=0.3 * (n % 3), seed=n, frequency_penalty=-0.4 * (n % 2), min_tokens=n)
+        for n in range(9)
+    ]
     repeated = [p[:6] * 4 for p in prompts()]
     with Engine(model, graphs=True, kv_dtype=kv_dtype, **SIZES) as engine:
         plain = engine.generate(repeated, each)
