@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help demo quick test lint check-python test-default test-versions versions test-interp test-compile test-exhaustive test-gpu bench-gpu docs clean
+.PHONY: help demo quick test lint check-python test-default test-versions versions test-interp test-compile test-exhaustive test-gpu test-gpu-exhaustive bench-gpu docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,8 +73,11 @@ test-exhaustive: .venv/.ready-test ## every dtype of every case and every form o
 
 # In parallel where pytest-xdist is installed: most of the time goes into compiling kernels.
 test-gpu: ## the tests that need a GPU, with the system's python
-	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(SYSTEM_PYTHON) -m pytest -m gpu \
+	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(SYSTEM_PYTHON) -m pytest -m gpu $(GPU_SAMPLE) \
 	    $$($(PYTHON) -c 'import xdist' 2> /dev/null && echo "-n $(GPU_WORKERS) --dist worksteal -p no:benchmark")
+
+test-gpu-exhaustive: GPU_SAMPLE := --exhaustive
+test-gpu-exhaustive: test-gpu ## every dtype of every case on a GPU, of which test-gpu samples; for a schedule
 
 bench-gpu: ## measure every suite on this GPU and write the performance pages
 	for suite in $(SUITES); do \

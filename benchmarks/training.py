@@ -1,9 +1,13 @@
-r"""Train one Llama four ways on the same batches: eager, torch.compile, patched, and with Liger where it is installed.
+r"""Train one Llama on the same batches in several ways, and with Liger where it is installed.
 
     python benchmarks/training.py --json FILE [--seeds 5] [--steps 200]
     python benchmarks/training.py --json FILE --seeds 2 --steps 4 --batch 2 --context 64 --layers 1    # on a CPU
     python benchmarks/training.py --json FILE --seeds 1 --steps 12 --batch 4 --context 2048 --layers 4 --hidden 4096 \
         --inner 14336 --head 128 --group 4 --vocab 128256 --lr 1e-4       # Llama 3 8B's layers, on a GPU
+    ... --batch 1 --context 8192 --documents 1024       # the same tokens, packed documents of 1024 tokens on average
+
+  eager, compile, patched, liger     torch's fused AdamW and clipping
+  tilewright, tilewright_compile     patched, with `tilewright.optim`: AdamW and clipping; compiled besides
 
 Every contestant runs in a process of its own, because Liger changes transformers' classes and memory is a process'.
 A seed draws the weights and the batches, so contestants differ in rounding alone. The text is the standard library's,
@@ -37,7 +41,8 @@ from tilewright.bench import machine  # noqa: E402
 from tilewright.bench.commit import commit  # noqa: E402
 from tilewright.dispatch.backends import module_exists  # noqa: E402
 
-CONTESTANTS = ("eager", "compile", "patched", "liger")
+CONTESTANTS = ("eager", "compile", "patched", "tilewright", "tilewright_compile", "liger")
+OWN = ("tilewright", "tilewright_compile")
 
 
 def build(options, seed, device):
@@ -60,11 +65,34 @@ def build(options, seed, device):
 
 def prepared(contestant, model):
     """What a step calls."""
-    if contestant == "compile":
-        return torch.compile(model)
-    if contestant == "patched":
+    if contestant in ("patched", *OWN):
         tilewright.patch(model, mode="train", verify=False)
-    return model
+    return torch.compile(model) if contestant.endswith("compile") else model
+
+
+def finisher(contestant, model, lr):
+    """What follows a backward: clipping and the optimizer's step."""
+    params = [*model.parameters()]
+    on_gpu = params[0].is_cuda
+    own = contestant in OWN
+    clip = tilewright.optim.clip_grad_norm_ if own else nn.utils.clip_grad_norm_
+    kind, fused = (tilewright.optim.AdamW, {}) if own else (torch.optim.AdamW, {"fused": on_gpu})
+    optimizer = kind(params, lr=lr, betas=(0.9, 0.95), **fused)
+
+    def finish():
+        clip(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return finish
+
+
+def positions(options, generator):
+    """(B, S): from 0 in each document; a token begins one with a chance of one in `documents`."""
+    shape = options.batch, options.context
+    begins = torch.rand(shape, generator=generator, device=generator.device) * options.documents < 1
+    place = torch.arange(options.context, device=generator.device).expand(shape)
+    return place - torch.where(begins, place, 0).cummax(1).values
 
 
 def train(contestant, options, stream, seed):
@@ -72,22 +100,21 @@ def train(contestant, options, stream, seed):
     device = stream.device
     model = build(options, seed, device).train()
     call = prepared(contestant, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    finish = finisher(contestant, model, options.lr)
     generator = torch.Generator(device).manual_seed(seed)
     offsets = torch.arange(options.context, device=device)
     losses, times = [], []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(options.steps):
+        inputs = {"position_ids": positions(options, generator)} if options.documents else {}
         starts = torch.randint(stream.numel() - options.context, (options.batch, 1), generator=generator, device=device)
         ids = stream[starts + offsets]
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = call(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = call(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        finish()
         losses.append(loss.item())  # waits for the device
         times.append(time.perf_counter() - began)
     on_gpu = device.type == "cuda"
@@ -117,10 +144,11 @@ def parsed():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--one", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--lr", type=float, default=1e-3)
     sizes = {"seeds": 5, "steps": 200, "batch": 16, "context": 512, "layers": 5, "hidden": 192, "vocab": 4096}
     shape = {"head": 32, "group": 3, "inner": 0}  # columns of a head, heads to one of keys, columns inside an MLP
-    for name, default in {**sizes, **shape, "files": 40}.items():
+    for name, default in {**sizes, **shape, "files": 40, "documents": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 
@@ -135,7 +163,7 @@ def main():
     before = machine.clocks(device)
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        for contestant in CONTESTANTS:
+        for contestant in options.contestants:
             if contestant == "liger" and not module_exists("liger_kernel"):
                 print("liger is not installed")
                 continue
@@ -147,7 +175,7 @@ def main():
             middle = sorted(ms for row in rows[contestant] for ms in row["step_ms"][1:])
             print(contestant, "last losses", last, "median step", middle[len(middle) // 2], "ms")
     found = machine.describe(device, before=before, after=machine.clocks(device)).to_dict()
-    facts = {name: value for name, value in vars(options).items() if name not in ("json", "one")}
+    facts = {name: value for name, value in vars(options).items() if name not in ("json", "one", "contestants")}
     options.json.write_text(json.dumps({"machine": found, "commit": commit(), **facts, "rows": rows}) + "\n")
 
 

@@ -85,10 +85,10 @@ def _limit_threads() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `exhaustive`, unless it is asked for or a GPU is at work, which is fast."""
+    """Leave out what is marked `exhaustive`, unless it is asked for."""
     left_out = set()
     if not config.getoption("exhaustive"):
-        left_out = {i for i in items if i.get_closest_marker("exhaustive") and not i.get_closest_marker("gpu")}
+        left_out = {item for item in items if item.get_closest_marker("exhaustive")}
         config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

@@ -69,6 +69,8 @@ def test_a_draft_with_another_tokenizer_is_refused(tilewright, place, folder):
     [
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt", "w3", "--fp8"), "--fp8 needs a GPU"),
+        (("--prompt", "w3", "--quantize", "int3"), "--quantize is 'int3'; allowed are"),
+        (("--prompt", "w3", "--quantize", "int4"), "below 512 a layer stays"),
         (("--prompt", "w3", "--max-tokens", "0"), "max-tokens"),
         (("--prompt", "w3", "--max-tokens", "100000"), "new ones exceed the"),
     ],

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.engine.eager_graphs import EagerGraphs
 from tests.engine.test_engine import SIZES, prompt, silent
-from tests.engine.test_speculation import REPEATED, EagerGraphs
+from tests.engine.test_speculation import REPEATED
 from tests.models import zoo
 
 from tilewright import Engine

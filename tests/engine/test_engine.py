@@ -5,10 +5,12 @@ import threading
 
 import pytest
 import torch
+from tests.engine.eager_graphs import EagerGraphs
 from tests.models import zoo
 
 from tilewright import Engine
 from tilewright.engine import SamplingParams
+from tilewright.engine.runner import Runner
 from tilewright.errors import InputError, TilewrightError
 
 SHORT = SamplingParams(max_tokens=16)
@@ -70,6 +72,18 @@ def test_short_pages_chunks_and_shared_prefixes_change_nothing(model):
             assert [o.tokens for o in outputs] == [expected(model, p, 30) for p in prompts]
         assert engine.statistics["preemptions"] > 0
         assert engine.statistics["pages_held"] == engine.statistics["running"] == engine.statistics["waiting"] == 0
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_parts_of_prompts_are_graphs_of_a_few_shapes(model, monkeypatch, captures):
+    monkeypatch.setattr(Runner, "_wait", lambda runner: None)
+    prompts = [prompt(length) for length in (3, 20, 37, 5, 12)]
+    with Engine(model, **SIZES | {"step_tokens": 24}) as engine:
+        graphs = engine._runner._graphs = EagerGraphs(lambda step: captures or step.tokens == step.rows)
+        outputs = engine.generate(prompts, SHORT)
+    assert [o.tokens for o in outputs] == [expected(model, p, 16) for p in prompts]
+    assert {step.tokens for step in graphs if step.tokens != step.rows} == ({16, 24} if captures else set())
+    assert any(step.is_decode for step in graphs)
 
 
 def test_a_known_prefix_is_not_computed_again(model):

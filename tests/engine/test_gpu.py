@@ -49,6 +49,17 @@ def test_latents_in_graphs_are_those_of_generate(options):
             assert [o.tokens for o in engine.generate(prompts(), SamplingParams(max_tokens=30))] == wanted
 
 
+def test_parts_of_prompts_are_graphs():
+    model = silent("llama")
+    with Engine(model, graphs=True, **SIZES) as engine:
+        engine.warmup()
+        captured = set(engine._runner._graphs._graphs)
+        outputs = engine.generate(prompts(), SamplingParams(max_tokens=30))
+        assert set(engine._runner._graphs._graphs) == captured
+    assert {step.tokens for step in captured if step.tokens != step.rows} == {16, 24, 32}
+    assert [o.tokens for o in outputs] == [expected(model, p, 30) for p in prompts()]
+
+
 def test_short_pages_and_shared_prefixes_change_nothing():
     model = silent("llama")
     asked = [*prompts(), *prompts()[4:]]

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tests.engine.eager_graphs import EagerGraphs
 from tests.engine.test_adapters import adapter, merged
 from tests.engine.test_engine import SIZES, expected, prompt, silent
-from tests.engine.test_speculation import REPEATED, EagerGraphs
+from tests.engine.test_speculation import REPEATED
 from tests.models import zoo
 from torch import nn
 
@@ -68,8 +69,8 @@ def test_padded_steps_change_nothing(model, wanted, monkeypatch):
     with Engine(model, speculation="prompt_lookup", **SIZES) as engine:
         graphs = engine._runner._graphs = EagerGraphs()
         engine.warmup()
-        assert len(graphs) == 3 * 2
         assert tokens_of(engine) == wanted
+    assert any(step.drafts for step in graphs) and any(step.tokens != step.rows for step in graphs)
 
 
 def test_adapters_are_merged_models_and_none_changes_the_projection(model):

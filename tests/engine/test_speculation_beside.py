@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from tests.engine.eager_graphs import EagerGraphs
 from tests.engine.letters import END, letters
 from tests.engine.test_draft import near, same
 from tests.engine.test_engine import SIZES, prompt, silent
 from tests.engine.test_grammar import SIZES as GRAMMAR_SIZES
 from tests.engine.test_grammar import asked
 from tests.engine.test_penalties import greedy
-from tests.engine.test_speculation import REPEATED, EagerGraphs
+from tests.engine.test_speculation import REPEATED
 from tests.models import zoo
 
 from tilewright import Engine

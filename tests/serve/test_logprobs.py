@@ -52,6 +52,23 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(running, client, new):
         assert max(top.values()) == pytest.approx(row.max().item(), abs=2e-5), "by which a harness sees a greedy token"
 
 
+def test_the_request_of_an_evaluation_harness(running):
+    """lm-eval's `local-completions`: prompts of tokens, one more token each, and what it reads of the answer."""
+    likely = running.engine.generate([7], SamplingParams(max_tokens=2))[0].tokens
+    contexts, endings = [[3, 40, 99], [7], [56, 21, 8, 2]], [[7, 56], likely, [9]]
+    prompts = [a + b for a, b in zip(contexts, endings, strict=True)]
+    body = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    code, answer = running.ask("/v1/completions", body | {"echo": True})
+    assert code == 200 and [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice, context, prompt in zip(answer["choices"], contexts, prompts, strict=True):
+        behind = slice(len(context), -1)
+        values, tops = choice["logprobs"]["token_logprobs"][behind], choice["logprobs"]["top_logprobs"][behind]
+        table, places = rows(running, prompt), range(len(context) - 1, len(prompt) - 1)
+        assert sum(values) == pytest.approx(sum(table[i, prompt[i + 1]].item() for i in places), abs=1e-4)
+        is_greedy = all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
+        assert is_greedy == all(table[i].argmax() == prompt[i + 1] for i in places) == (context == [7])
+
+
 def test_an_echo_alone(client):
     choice = client.completions.create(model="tiny", prompt="abc", max_tokens=0, echo=True).choices[0]
     assert (choice.text, choice.logprobs, choice.finish_reason) == ("abc", None, "length")

@@ -134,7 +134,7 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
         (BODY | {"prompt": [100000]}, 400, "the vocabulary has"),
         (BODY | {"prompt": {"a": 1}}, 400, "prompt"),
         (BODY | {"stop": [""]}, 400, "empty text"),
-        (BODY | {"prompt": ["x"] * 7}, 429, "try again later"),
+        (BODY | {"prompt": ["x"] * 7}, 400, "7 answers, of 6"),
         (BODY | {"prompt": "x" * 30_000}, 413, "more than 20000 bytes"),
         (b"{not json", 400, "JSON"),
     ],
@@ -165,9 +165,11 @@ def test_a_template_that_refuses_is_a_wrong_request(running):
     assert code == 400 and "roles are user and assistant" in answer["error"]["message"]
 
 
-def test_a_key_is_wanted_everywhere_but_for_health(running):
-    for path in ("/v1/models", "/metrics", "/", "/v1/completions"):
+def test_a_key_is_wanted_everywhere_but_for_health_and_the_page(running):
+    for path in ("/v1/models", "/metrics", "//", "/openapi.json", "/health/", "/v1/completions"):
         assert running.ask(path, key="wrong")[0] == 401
+    code, page = running.ask("/", key="wrong")
+    assert code == 200 and KEY not in page
     assert running.ask("/health", key="wrong") == (200, "ok")
     assert running.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
 

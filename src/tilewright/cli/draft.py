@@ -26,7 +26,7 @@ def load_draft(name: str | None, tokenizer: Any, device: str, *, fp8: bool) -> A
         return None
     from tilewright import patch
     from tilewright.assistant import load
-    from tilewright.engine.prompts import check_draft_tokenizer
+    from tilewright.engine.loading import check_draft_tokenizer
 
     loaded = load.load(name, device=device)
     check_draft_tokenizer(loaded.tokenizer, tokenizer)

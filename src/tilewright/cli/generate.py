@@ -11,6 +11,7 @@ import typer
 from tilewright.cli.draft import DraftModelOption, DraftTokensOption, load_draft
 from tilewright.cli.options import DeviceOption, JsonOption, device
 from tilewright.cli.output import check_writable, emit
+from tilewright.cli.prepare import QuantizeOption, check, prepare
 from tilewright.errors import UsageError
 
 
@@ -35,6 +36,7 @@ def generate_text(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Repeat the same draws.")] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers in float8, on a GPU.")] = False,
+    quantize: QuantizeOption = None,
     draft_model: DraftModelOption = None,
     num_draft_tokens: DraftTokensOption = 4,
     device_name: DeviceOption = None,
@@ -43,12 +45,11 @@ def generate_text(
     """Continue a text with `tilewright.Engine`, patched on a GPU, and print it as it comes."""
     check_writable(json_file)
     place = device(device_name)
-    if fp8 and place == "cpu":
-        raise UsageError("--fp8 needs a GPU.")
+    check(place, fp8=fp8, quantize=quantize)
     text = sys.stdin.read() if prompt is None else prompt
     if not text:
         raise UsageError("the prompt is empty: give --prompt TEXT, or text on standard input.")
-    from tilewright import Engine, patch
+    from tilewright import Engine
     from tilewright.assistant import load
     from tilewright.engine import SamplingParams
 
@@ -64,8 +65,8 @@ def generate_text(
     report: dict[str, Any] = {"kind": "generate", "model": model, "device": place, "prompt_tokens": len(tokens)}
     if baseline:
         report["baseline"] = _baseline(loaded, tokens, params)
-    if place.startswith("cuda"):
-        patch(loaded.model, fp8=fp8)
+    with redirect_stdout(sys.stderr):
+        prepare(loaded.model, place, fp8=fp8, quantize=quantize)
     config: Any = loaded.model.config
     room = min(config.get_text_config(decoder=True).max_position_embeddings, len(tokens) + max_tokens)
     with Engine(

@@ -9,6 +9,7 @@ import typer
 
 from tilewright.cli.draft import DraftModelOption, DraftTokensOption, load_draft
 from tilewright.cli.options import DeviceOption, KeyFileOption, device, key, need
+from tilewright.cli.prepare import QuantizeOption, check, prepare
 from tilewright.errors import UsageError
 
 
@@ -32,6 +33,7 @@ def serve_model(
     ] = None,
     max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Open requests; more get a 429.")] = 1024,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers in float8, on a GPU.")] = False,
+    quantize: QuantizeOption = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter, for requests whose model is NAME."),
@@ -43,11 +45,10 @@ def serve_model(
     """Serve completions and chats with `tilewright.Engine`, patched on a GPU, until a signal ends it."""
     need("serve", "fastapi", "uvicorn", "prometheus_client")
     place = device(device_name)
-    if fp8 and place == "cpu":
-        raise UsageError("--fp8 needs a GPU.")
+    check(place, fp8=fp8, quantize=quantize)
     api_key = key(api_key, api_key_file)
     adapters = _adapters(adapter or [])
-    from tilewright import Engine, patch
+    from tilewright import Engine
     from tilewright.assistant import load
     from tilewright.serve import serve
 
@@ -55,8 +56,7 @@ def serve_model(
         loaded = load.load(model, device=place)
         if loaded.tokenizer is None:
             raise UsageError(f"{model} has no tokenizer, so text cannot be read.")
-        if place.startswith("cuda"):
-            patch(loaded.model, fp8=fp8)
+        prepare(loaded.model, place, fp8=fp8, quantize=quantize)
         draft = load_draft(draft_model, loaded.tokenizer, place, fp8=fp8)
     with Engine(
         loaded.model,

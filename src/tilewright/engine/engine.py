@@ -16,11 +16,12 @@ from tilewright.engine.drafter import DeviceDrafter, Drafter, PromptLookup
 from tilewright.engine.generation import Generation, Output, Piece
 from tilewright.engine.grammar import Grammars, Matcher
 from tilewright.engine.inputs import Sizes
+from tilewright.engine.loading import load, load_draft
 from tilewright.engine.memory import count_pages, longest_context
 from tilewright.engine.model import PagedModel
 from tilewright.engine.pages import PagePool
 from tilewright.engine.params import SamplingParams
-from tilewright.engine.prompts import Prompt, check_params, is_tokens, load, load_draft, tokens_of
+from tilewright.engine.prompts import Prompt, check_params, is_tokens, tokens_of
 from tilewright.engine.runner import Results, Runner
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence, Status
@@ -35,6 +36,8 @@ class Engine:
     model         a transformers model in evaluation mode, patched or not, or the folder of one.
     tokenizer     for prompts and results as text; with a folder, the one that lies in it.
     device, dtype where and how a folder is loaded: by default the GPU if there is one, and the dtype of the checkpoint.
+                  On a GPU a model from a folder is patched.
+    quantize      a format of `quantize_` for the linear layers of a model from a folder: "int4", "fp8", ...
     max_batch     sequences of one step.
     max_context   tokens of a prompt and its answer together; default: the model's longest, at most 8192.
     cache_tokens  tokens that the cache holds; default: what fits 90 % of the free device memory, or 1 GiB on a CPU, and
@@ -74,6 +77,7 @@ class Engine:
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str = "auto",
+        quantize: str | None = None,
         max_batch: int = 64,
         max_context: int | None = None,
         cache_tokens: int | None = None,
@@ -98,7 +102,9 @@ class Engine:
             raise InputError("Engine: speculation='prompt_lookup' and draft_model exclude each other; give one.")
         drafts = 0 if speculation is None and draft_model is None else num_draft_tokens
         if isinstance(model, str):
-            model, tokenizer = load(model, tokenizer, device, dtype)
+            model, tokenizer = load(model, tokenizer, device, dtype, quantize)
+        elif quantize is not None:
+            raise InputError(f"Engine: quantize={quantize!r} is for a folder; for this model: quantize_(model, ...).")
         self.tokenizer = tokenizer
         self._model = PagedModel(model)
         self.device = self._model.device

@@ -2,8 +2,10 @@
 
 Steps in which every sequence has one token are CUDA graphs, one for each of a few batch sizes, as are those in which
 some have drafts beside it, and those with penalties or adapters; a smaller batch is padded with sequences of length 0,
-which write no keys.  A drawn token stays on the device, in the row of its sequence's slot, where the next step finds
-it; the host reads it when it has queued that step.  Drafts of a model are made in the step that verifies them.
+which write no keys.  So are steps of few tokens with parts of prompts, whose launches would take the host longer than
+the GPU takes for the step; tokens behind the last sequence write no keys either.  A drawn token stays on the device, in
+the row of its sequence's slot, where the next step finds it; the host reads it when it has queued that step.  Drafts of
+a model are made in the step that verifies them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,8 @@ from tilewright.errors import BackendError
 from tilewright.generate.graphs import StepGraphs
 from tilewright.log import logger
 from tilewright.ops.sampling.sample import sample
+
+_FEWEST, _MOST = 16, 512  # tokens of a graph with parts of prompts; launches of longer steps hide behind the GPU
 
 
 class Results:
@@ -78,6 +82,7 @@ class Runner:
         self._must_capture = graphs is True
         can_capture = graphs is not False and device.type == "cuda"
         self._graphs = StepGraphs(device, torch.Generator(device)) if can_capture else None
+        self._captures_prompts = True  # until a model shows that it cannot
 
     def launch(self, chunks: Sequence[Chunk]) -> Results:
         """Queue a step on the current stream.  The results of the step before the last have been read."""
@@ -86,8 +91,8 @@ class Runner:
             if self._penalties is None:
                 self._penalties = Penalties(self.sizes.max_batch + 1, self.model.vocabulary, self.model.device)
             self._penalties.prepare(chunks)
-        has_graph = scored_rows is None and not masks and all(chunk.count == 1 for chunk in chunks)
-        if has_graph and self._capture(padded := self._padded(step)):
+        padded = self._padded(step) if scored_rows is None and not masks else None
+        if padded is not None and self._capture(padded):
             self._fill(chunks, padded)
             assert self._graphs is not None
             self._graphs.replay(padded)
@@ -106,13 +111,15 @@ class Runner:
     def capture(self) -> None:
         """Have the graph of every batch size, and with drafts if there may be any; none with penalties or adapters."""
         for batch in range(1, self.sizes.max_batch + 1):
-            for drafts in {0, self.sizes.drafts}:
-                self._capture(self._padded(Step(batch * (1 + drafts), batch, batch * drafts)))
+            steps = [Step(batch * (1 + drafts), batch, batch * drafts) for drafts in {0, self.sizes.drafts}]
+            steps += [Step(tokens, batch, 0) for tokens in range(batch + 1, _MOST + 1)]
+            for step in dict.fromkeys(self._padded(step) for step in steps):
+                if step is not None:
+                    self._capture(step)
 
     def padded(self, batch: int) -> int:
-        """The batch size whose graph serves `batch` sequences: a power of two, or one and a half times that."""
-        power = 1 << (batch - 1).bit_length()
-        return min(3 * power // 4 if power > 2 and batch <= 3 * power // 4 else power, self.sizes.max_batch)
+        """The batch size whose graph serves `batch` sequences."""
+        return min(_rounded(batch), self.sizes.max_batch)
 
     def _step(self, chunks: Sequence[Chunk]) -> Step:
         drafts = sum(len(chunk.drafts) for chunk in chunks)
@@ -121,11 +128,18 @@ class Runner:
         has_adapters = any(chunk.sequence.adapter for chunk in chunks)
         return Step(tokens, batch, drafts, has_penalties, has_adapters)
 
-    def _padded(self, step: Step) -> Step:
-        """The shape of the graph that serves a step of one token, and drafts, for each sequence."""
-        batch = self.padded(step.batch)
-        drafts = batch * self.sizes.drafts if step.drafts else 0
-        return step._replace(tokens=batch + drafts, batch=batch, drafts=drafts)
+    def _padded(self, step: Step) -> Step | None:
+        """The shape of the graph that serves a step; None where none does."""
+        if step.tokens == step.rows:  # one token, and drafts, for each sequence
+            batch = self.padded(step.batch)
+            drafts = batch * self.sizes.drafts if step.drafts else 0
+            return step._replace(tokens=batch + drafts, batch=batch, drafts=drafts)
+        batch = min(size for size in (1, 8, 64, self.sizes.max_batch) if step.batch <= size <= self.sizes.max_batch)
+        tokens = max(_FEWEST, _rounded(max(step.tokens, batch + 1)))
+        fits = tokens <= min(_MOST, self.sizes.step_tokens)
+        return (
+            step._replace(tokens=tokens, batch=batch) if fits and not step.drafts and self._captures_prompts else None
+        )
 
     def _capture(self, step: Step) -> bool:
         """Have the graph of `step`; False where steps are launched one by one.
@@ -143,12 +157,16 @@ class Runner:
         try:
             self._graphs.capture(step, decode, lambda: None)
         except BackendError as error:
-            if self._must_capture:
+            if step.tokens != step.rows:
+                logger.info("steps with parts of prompts are launched one by one, without CUDA graphs: %s", error)
+                self._captures_prompts = False
+            elif self._must_capture:
                 raise
-            logger.warning("steps are launched one by one, without CUDA graphs: %s", error)
-            self._graphs = None
+            else:
+                logger.warning("steps are launched one by one, without CUDA graphs: %s", error)
+                self._graphs = None
         self._wait()
-        return self._graphs is not None
+        return self._graphs is not None and step in self._graphs
 
     def _fill(self, chunks: Sequence[Chunk], step: Step) -> None:
         self._inputs.fill(chunks, step)
@@ -200,6 +218,12 @@ class Runner:
         if self._draft is not None:
             self._outputs[2, :rows] = ids[places[:rows]]
         return None if scored is None else score(every[rows:], places.new_tensor(scored.targets), scored.top)
+
+
+def _rounded(count: int) -> int:
+    """`count` rounded up to a power of two, or to one and a half times that."""
+    power = 1 << (count - 1).bit_length()
+    return 3 * power // 4 if power > 2 and count <= 3 * power // 4 else power
 
 
 def _masks(chunks: Sequence[Chunk]) -> dict[int, Tensor]:

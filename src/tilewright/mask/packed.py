@@ -72,7 +72,7 @@ def _launchable(cu: Tensor) -> bool:
         return False
     if type(cu) is not Tensor or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack():
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(cu)
+    return not torch._C._are_functorch_transforms_active()  # they would wrap the mask, too
 
 
 def _written(cu_q: Tensor, cu_k: Tensor, length_q: int, length_k: int, band: Band) -> "Sequences":

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 
 from tilewright.engine import Engine, Generation
-from tilewright.errors import InputError, TilewrightError
+from tilewright.errors import InputError
+from tilewright.serve import failures, templates
 from tilewright.serve.access import Access
 from tilewright.serve.answers import Chat, Completion, Envelope, parts, usage
+from tilewright.serve.failures import Json, Refusal
 from tilewright.serve.logprobs import chat_logprobs, completion_logprobs
 from tilewright.serve.metrics import Metrics
 from tilewright.serve.protocol import ChatRequest, CompletionRequest, Sampled
@@ -41,7 +42,7 @@ def create_app(
 
     name         of the model, in answers and in /v1/models, beside those of the engine's adapters; requests that name
                  another get a 404.
-    api_key      if given, all routes but /health want "Authorization: Bearer <key>".
+    api_key      if given, all routes but /health and the page at / want "Authorization: Bearer <key>".
     max_waiting  requests that have not ended, beyond which new ones get a 429.
     max_body     bytes of a request, beyond which it gets a 413.
     Raises InputError for an engine without a tokenizer, and for an adapter with the model's name.
@@ -60,21 +61,7 @@ def create_app(
     app = FastAPI(title="tilewright", lifespan=closing, docs_url=None, redoc_url=None)
     app.add_middleware(Access, api_key=api_key, max_body=max_body, answered=server.count)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return failure(400, "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()))
-
-    @app.exception_handler(InputError)
-    async def wrong(request: Request, error: InputError) -> Response:
-        return failure(400, str(error))
-
-    @app.exception_handler(TilewrightError)
-    async def failed(request: Request, error: TilewrightError) -> Response:
-        return failure(500, str(error), "server_error")
-
-    @app.exception_handler(_Refusal)
-    async def refused(request: Request, error: _Refusal) -> Response:
-        return failure(error.status, str(error))
+    failures.install(app)
 
     @app.get("/health")
     async def health() -> Response:
@@ -109,24 +96,11 @@ def create_app(
     async def chat(body: ChatRequest, request: Request) -> Response:
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
-        tokens = server.chat_tokens(body)
+        tokens = templates.tokens_of(engine.tokenizer, name, body)
         room = max(engine.room - len(tokens), 1)
         return await server.answer(body, [tokens], Chat, request, room)
 
     return app
-
-
-class _Refusal(Exception):
-    """A request that this server does not take now, or at all; becomes an answer with `status`."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def failure(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
-    """An error in OpenAI's form."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
 
 
 class _Server:
@@ -141,24 +115,6 @@ class _Server:
         """A request was answered."""
         self.metrics.requests.labels(str(status)).inc()
 
-    def chat_tokens(self, body: ChatRequest) -> list[int]:
-        """The chat as the model's template writes it."""
-        tokenizer = self.engine.tokenizer
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise InputError(f"{self.name} has no chat template; use /v1/completions.")
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        try:
-            encoded = tokenizer.apply_chat_template(
-                messages,
-                tools=body.tools if body.tool_choice != "none" else None,
-                add_generation_prompt=True,
-                return_dict=True,
-                **(body.chat_template_kwargs or {}),
-            )
-        except Exception as error:  # a template is a program of the model's: it says what it does not take
-            raise InputError(f"the chat template refuses these messages: {error}") from error
-        return list(encoded["input_ids"])
-
     async def answer(
         self,
         body: Sampled,
@@ -171,15 +127,18 @@ class _Server:
         """Answer all prompts, whole or streamed.   echo: behind the prompt's own text."""
         names = self.name, *self.engine.adapters
         if body.model is not None and body.model not in names:
-            raise _Refusal(404, f"no model is named {body.model}; this server has {', '.join(names)}.")
+            raise Refusal(404, f"no model is named {body.model}; this server has {', '.join(names)}.")
         body.check()
         adapter = None if body.model == self.name else body.model
         params = [replace(its, adapter=adapter) for its in body.params(default_tokens)]
         if body.stream and (params[0].logprobs or echo):
             raise InputError("logprobs and echo come with whole answers alone; leave out stream.")
-        if self._open + len(prompts) * len(params) > self.max_waiting:
-            raise _Refusal(429, f"{self._open} requests are waiting, of {self.max_waiting}; try again later.")
-        self._open += len(prompts) * len(params)
+        count = len(prompts) * len(params)
+        if count > self.max_waiting:
+            raise InputError(f"{len(prompts)} prompts with n={len(params)} are {count} answers, of {self.max_waiting}.")
+        if self._open + count > self.max_waiting:
+            raise Refusal(429, f"{self._open} requests are waiting, of {self.max_waiting}; try again later.")
+        self._open += count
         generations: list[Generation] = []
         try:
             for prompt, its in product(prompts, params):
@@ -189,7 +148,7 @@ class _Server:
                     generations.append(await asyncio.to_thread(self.engine.submit, prompt, its))
                 self.metrics.prompt_tokens.inc(generations[-1].prompt_length)
         except BaseException:
-            self._open -= len(prompts) * len(params)
+            self._open -= count
             _cancel(generations)
             raise
         envelope = Envelope(form, adapter or self.name)
@@ -203,8 +162,8 @@ class _Server:
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise _Refusal(499, "the client is gone.")
-            return JSONResponse(answer.result())
+                raise Refusal(499, "the client is gone.")
+            return Json(answer.result())
         finally:
             answer.cancel()
             gone.cancel()
@@ -250,7 +209,7 @@ class _Server:
             try:
                 async for part in parts(generation, self.metrics):
                     queue.put_nowait((index, part))
-            except TilewrightError as error:
+            except Exception as error:  # noqa: BLE001 - of one answer: it is told, and others go on
                 queue.put_nowait((index, error))
 
         readers = [asyncio.ensure_future(read(index, each)) for index, each in enumerate(generations)]
@@ -258,8 +217,8 @@ class _Server:
         try:
             while running:
                 index, part = await queue.get()
-                if isinstance(part, TilewrightError):
-                    yield _event({"error": {"message": str(part), "type": "server_error", "param": None, "code": 500}})
+                if isinstance(part, Exception):
+                    yield _event(failures.server_body(part))
                     running -= 1
                     continue
                 running -= part.reason is not None

@@ -22,10 +22,14 @@ def plain_calls(kernels, monkeypatch):
     """Calls that the plain kernels got."""
     seen = []
     for name in ("forward", "backward"):
-        plain = getattr(kernels.plain, name)
-        monkeypatch.setattr(
-            kernels.plain, name, lambda *args, log, plain=plain: (seen.append(args), plain(*args, log=log))
-        )
+        launch = getattr(kernels.plain, name)
+
+        def watched(*args, launch=launch, forms, **options):
+            if forms is kernels.plain.ALIGNED:
+                seen.append(args)
+            launch(*args, forms=forms, **options)
+
+        monkeypatch.setattr(kernels.plain, name, watched)
     return seen
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewright.dispatch.effects import as_tuple, written
 from tilewright.dispatch.replay import span
-from tilewright.errors import InputError
+from tilewright.errors import InputError, RefusedError
 from tilewright.validate.bits import bits, memory, same_bits
 from tilewright.validate.case import Case, Findings, NotApplicable, RawCall, tensors
 from tilewright.validate.layouts import every_second
@@ -182,17 +182,22 @@ def _intact(findings: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: 
 
 
 def _launch_guarded(call: RawCall, findings: Findings, prefix: str, shift: int) -> bool:
-    """Launch the implementation itself, forward or backward, into guarded outputs; False if torch is chosen."""
-    plan = call.plan()
-    if plan.launch is None or call.args[0].numel() == 0:
+    """Launch the implementation itself, forward or backward, into guarded outputs; False where torch is chosen, and
+    where the implementation refuses to write into an argument at such an address.
+    """
+    args = list(call.args)
+    for i in (i for i in call.op.mutated if args[i] is not None):
+        args[i] = _guarded_copy(args[i], shift)
+    try:
+        plan = call._replace(args=tuple(args)).plan()
+    except RefusedError:
+        return False
+    if plan.launch is None or args[0].numel() == 0:
         return False
     device = call.op.device_of(call.args)
     outs = tuple(
         guarded(tuple(t.shape), t.dtype, device, GUARD, shift, t.stride()) for t in call.op.allocate(call.args, "meta")
     )
-    args = list(call.args)
-    for i in (i for i in call.op.mutated if args[i] is not None):
-        args[i] = _guarded_copy(args[i], shift)
     watched = [*outs, *(args[i] for i in call.op.mutated if args[i] is not None)]
     bytes_before = [surroundings(t) for t in watched]
     plan.launch(outs, *args, config=plan.config)

@@ -98,6 +98,24 @@ def _split_columns(x):  # (BLOCK_M, BLOCK_N) -> left half, right half; no data m
 
 
 @triton.jit
+def _parts_of(acc, PARTS: tl.constexpr):  # (BLOCK_M, BLOCK_N) -> 1, 2 or 4 parts of its columns, in their order
+    parts = (acc,)
+    if PARTS >= 2:
+        parts = _split_columns(acc)
+    if PARTS >= 4:
+        left, right = parts
+        parts = _split_columns(left) + _split_columns(right)
+    return parts
+
+
+@triton.jit
+def _blocks_of_split(split, splits, k_blocks):  # -> the first of this part of K, and the one behind its last
+    blocks_per_split = tl.cdiv(k_blocks, splits)
+    k_begin = split * blocks_per_split
+    return k_begin, tl.minimum(k_begin + blocks_per_split, k_blocks)
+
+
+@triton.jit
 def _factor(scale, alpha):
     return alpha if scale is None else alpha * tl.load(scale)
 
@@ -195,9 +213,7 @@ def gemm_kernel(
         k_begin = 0
         k_end = k_blocks
         if SPLIT:
-            blocks_per_split = tl.cdiv(k_blocks, splits)
-            k_begin = split * blocks_per_split
-            k_end = tl.minimum(k_begin + blocks_per_split, k_blocks)
+            k_begin, k_end = _blocks_of_split(split, splits, k_blocks)
 
         # Accumulate along K
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -226,12 +242,7 @@ def gemm_kernel(
 
         # Epilogue, in parts of the columns to save registers
         d_batch = split * B + batch
-        parts = (acc,)
-        if PARTS >= 2:
-            parts = _split_columns(acc)
-        if PARTS >= 4:
-            left, right = parts
-            parts = _split_columns(left) + _split_columns(right)
+        parts = _parts_of(acc, PARTS)
         for i in tl.static_range(PARTS):
             part_col = col + i * (BLOCK_N // PARTS)
             value = _epilogue(

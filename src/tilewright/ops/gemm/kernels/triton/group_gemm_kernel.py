@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from tilewright.ops.gemm.kernels.triton.dense_kernel import _dot_acc, _load, _multiple, _offsets, _split_columns, _store
+from tilewright.ops.gemm.kernels.triton.dense_kernel import _dot_acc, _load, _multiple, _offsets, _parts_of, _store
 
 # Columns of the table, int64: addresses of A and B, offset of the result in D in elements, sizes, strides
 FIELDS = tl.constexpr(10)
@@ -139,9 +139,7 @@ def group_gemm_kernel(
             acc = _dot_acc(acc, x, y, 0)
 
         # Epilogue, in parts of the columns to save registers
-        parts = (acc,)
-        if PARTS >= 2:
-            parts = _split_columns(acc)
+        parts = _parts_of(acc, PARTS)
         d_ptr = d + tl.load(entry + D)
         for i in tl.static_range(PARTS):
             value = parts[i].to(d.dtype.element_ty)

@@ -14,7 +14,7 @@ from tilewright.ops.gemm.kernels.triton.dense_kernel import (
     _load,
     _multiple,
     _offsets,
-    _split_columns,
+    _parts_of,
 )
 
 NO_SCALES = tl.constexpr(-1)
@@ -203,12 +203,7 @@ def grouped_rows_kernel(
             acc = acc * row_scale[:, None] * col_scale[None, :]
 
         # Epilogue, in parts of the columns to save registers; TMA stores only tiles that end inside the group
-        parts = (acc,)
-        if PARTS >= 2:
-            parts = _split_columns(acc)
-        if PARTS >= 4:
-            left_half, right_half = parts
-            parts = _split_columns(left_half) + _split_columns(right_half)
+        parts = _parts_of(acc, PARTS)
         for i in tl.static_range(PARTS):
             part_col = (col + i * (BLOCK_N // PARTS)) // GATED
             value = _activate(parts[i], ACT, PRECISE).to(d.dtype.element_ty)

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.gemm.kernels.triton.dense_kernel import (
+    _blocks_of_split,
     _epilogue,
     _load,
     _multiple,
     _offsets,
-    _split_columns,
+    _parts_of,
     _store,
     _tile_coordinates,
 )
@@ -74,9 +75,7 @@ def int8_gemm_kernel(
         k_begin = 0
         k_end = k_blocks
         if SPLIT:
-            blocks_per_split = tl.cdiv(k_blocks, splits)
-            k_begin = split * blocks_per_split
-            k_end = tl.minimum(k_begin + blocks_per_split, k_blocks)
+            k_begin, k_end = _blocks_of_split(split, splits, k_blocks)
 
         # Accumulate along K
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
@@ -96,12 +95,7 @@ def int8_gemm_kernel(
             acc = tl.dot(x, y, acc, out_dtype=tl.int32)
 
         # Epilogue, in parts of the columns to save registers
-        parts = (acc,)
-        if PARTS >= 2:
-            parts = _split_columns(acc)
-        if PARTS >= 4:
-            left, right = parts
-            parts = _split_columns(left) + _split_columns(right)
+        parts = _parts_of(acc, PARTS)
         for i in tl.static_range(PARTS):
             part_col = col + i * (BLOCK_N // PARTS)
             if SPLIT:

@@ -11,7 +11,7 @@ from tilewright.ops.gemm.kernels.triton.dense_kernel import (
     _load,
     _multiple,
     _offsets,
-    _split_columns,
+    _parts_of,
     _store,
 )
 from tilewright.ops.gemm.kernels.triton.grouped_rows_kernel import NO_SCALES, _row_scales
@@ -135,12 +135,7 @@ def k_grouped_kernel(
                 acc = _dot_acc(acc, x, y, MAX_IMPRECISE)
 
         # Epilogue, in parts of the columns to save registers
-        parts = (acc,)
-        if PARTS >= 2:
-            parts = _split_columns(acc)
-        if PARTS >= 4:
-            left_half, right_half = parts
-            parts = _split_columns(left_half) + _split_columns(right_half)
+        parts = _parts_of(acc, PARTS)
         for i in tl.static_range(PARTS):
             part_col = col + i * WIDTH
             value = _epilogue(

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.gemm.kernels.triton.dense_kernel import (
+    _blocks_of_split,
     _epilogue,
     _load,
     _multiple,
     _offsets,
-    _split_columns,
+    _parts_of,
     _store,
     _tile_coordinates,
 )
@@ -83,9 +84,7 @@ def scaled_gemm_kernel(
         k_begin = 0
         k_end = k_blocks
         if SPLIT:
-            blocks_per_split = tl.cdiv(k_blocks, splits)
-            k_begin = split * blocks_per_split
-            k_end = tl.minimum(k_begin + blocks_per_split, k_blocks)
+            k_begin, k_end = _blocks_of_split(split, splits, k_blocks)
 
         # Accumulate along K
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -131,9 +130,7 @@ def scaled_gemm_kernel(
             col_scale = _load_scales(scale_b + batch * stride_sbb, col, N, stride_sbn, BLOCK_N)
             acc = acc * row_scale[:, None] * col_scale[None, :]
         d_batch = split * B + batch
-        parts = (acc,)
-        if PARTS >= 2:
-            parts = _split_columns(acc)
+        parts = _parts_of(acc, PARTS)
         for i in tl.static_range(PARTS):
             part_col = col + i * (BLOCK_N // PARTS)
             value = _epilogue(

@@ -126,12 +126,25 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config,
     return (*short, *(c for c in long if c.held < n))
 
 
-_short_forward = TritonKernel(softmax_kernel)
-_long_forward = TritonKernel(softmax_long_kernel)
-_part = TritonKernel(softmax_part_kernel)
-_scale = TritonKernel(softmax_scale_kernel)
-_short_backward = TritonKernel(softmax_backward_kernel)
-_long_backward = TritonKernel(softmax_backward_long_kernel)
+class Forms(NamedTuple):
+    """The kernels of a row; those of rows that begin at any element have the same parameters and constants."""
+
+    short: TritonKernel
+    long: TritonKernel
+    part: TritonKernel
+    scale: TritonKernel
+    short_backward: TritonKernel
+    long_backward: TritonKernel
+
+
+ALIGNED = Forms(
+    TritonKernel(softmax_kernel),
+    TritonKernel(softmax_long_kernel),
+    TritonKernel(softmax_part_kernel),
+    TritonKernel(softmax_scale_kernel),
+    TritonKernel(softmax_backward_kernel),
+    TritonKernel(softmax_backward_long_kernel),
+)
 
 
 def _packed(config: Config, x: Tensor) -> bool:
@@ -175,7 +188,7 @@ def launch_log_backward(outs: tuple[Tensor], args: LogSoftmaxBackwardArgs, confi
     backward(outs[0], args.dy, args.y, config, log=True)
 
 
-def forward(y: Tensor, x: Tensor, config: Config, *, log: bool) -> None:
+def forward(y: Tensor, x: Tensor, config: Config, *, log: bool, forms: Forms = ALIGNED) -> None:
     """Launch the form that `config` gives rows of `x`."""
     x = as_rows(x)
     m, n = x.shape
@@ -183,20 +196,20 @@ def forward(y: Tensor, x: Tensor, config: Config, *, log: bool) -> None:
     if block <= config.held:
         constants = (config.rows, block, _packed(config, x), log)
         grid = (triton.cdiv(m, config.rows),)
-        _short_forward(grid, (y, x, m, n, x.stride(0)), constants, num_warps=config.num_warps)
+        forms.short(grid, (y, x, m, n, x.stride(0)), constants, num_warps=config.num_warps)
     elif config.split:
         parts = -(-n // config.split)
         maxima, sums = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
-        _part((m * parts,), (maxima, sums, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
-        parameters = (y, maxima, sums, x, n, parts, x.stride(0))
+        parameters = (maxima, sums, x, n, parts, x.stride(0))
+        forms.part((m * parts,), parameters, (config.split,), num_warps=config.num_warps)
         constants = (triton.next_power_of_2(parts), config.split, log)
-        _scale((m * parts,), parameters, constants, num_warps=config.num_warps)
+        forms.scale((m * parts,), (y, *parameters), constants, num_warps=config.num_warps)
     else:
         constants = (config.held, config.steps, _lanes(config, x.dtype), config.num_stages, _packed(config, x), log)
-        _long_forward((m,), (y, x, n, x.stride(0)), constants, num_warps=config.num_warps)
+        forms.long((m,), (y, x, n, x.stride(0)), constants, num_warps=config.num_warps)
 
 
-def backward(dx: Tensor, dy: Tensor, y: Tensor, config: Config, *, log: bool) -> None:
+def backward(dx: Tensor, dy: Tensor, y: Tensor, config: Config, *, log: bool, forms: Forms = ALIGNED) -> None:
     """Launch the form that `config` gives rows of `dy` and `y`."""
     dy, y = as_rows(dy), as_rows(y)
     m, n = y.shape
@@ -205,7 +218,7 @@ def backward(dx: Tensor, dy: Tensor, y: Tensor, config: Config, *, log: bool) ->
     if block <= config.held:
         constants = (config.rows, block, _packed(config, y), log)
         grid = (triton.cdiv(m, config.rows),)
-        _short_backward(grid, (dx, dy, y, m, n, *strides), constants, num_warps=config.num_warps)
+        forms.short_backward(grid, (dx, dy, y, m, n, *strides), constants, num_warps=config.num_warps)
     else:
         constants = (config.held, config.steps, _lanes(config, y.dtype), config.num_stages, _packed(config, y), log)
-        _long_backward((m,), (dx, dy, y, n, *strides), constants, num_warps=config.num_warps)
+        forms.long_backward((m,), (dx, dy, y, n, *strides), constants, num_warps=config.num_warps)

@@ -10,12 +10,10 @@ Traffic as there: 4*M*N bytes forward at bf16, so 2000x50257 cannot beat 96 us a
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
-from tilewright.jit.tape import scratch
-from tilewright.jit.triton_launch import TritonKernel, target_of
+from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.reduction import log_softmax
 from tilewright.ops.reduction.kernels.triton import softmax as plain
 from tilewright.ops.reduction.kernels.triton.softmax_unaligned_kernels import (
@@ -104,21 +102,14 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Unalign
     return tuple(UnalignedConfig(*config) for config in plain.candidates_backward(bucket, dtype))
 
 
-_short_forward = TritonKernel(softmax_unaligned_kernel)
-_long_forward = TritonKernel(softmax_unaligned_long_kernel)
-_part = TritonKernel(softmax_unaligned_part_kernel)
-_scale = TritonKernel(softmax_unaligned_scale_kernel)
-_short_backward = TritonKernel(softmax_unaligned_backward_kernel)
-_long_backward = TritonKernel(softmax_unaligned_backward_long_kernel)
-
-
-def _lanes(config: UnalignedConfig, dtype: torch.dtype) -> int:
-    """One 16-byte vector for each thread of a program."""
-    return config.num_warps * 32 * 16 // dtype.itemsize
-
-
-def _packed(config: UnalignedConfig, x: Tensor) -> bool:
-    return config.packed and x.itemsize == 2 and target_of(x).startswith("sm_")
+UNALIGNED = plain.Forms(
+    TritonKernel(softmax_unaligned_kernel),
+    TritonKernel(softmax_unaligned_long_kernel),
+    TritonKernel(softmax_unaligned_part_kernel),
+    TritonKernel(softmax_unaligned_scale_kernel),
+    TritonKernel(softmax_unaligned_backward_kernel),
+    TritonKernel(softmax_unaligned_backward_long_kernel),
+)
 
 
 @register_kernel(
@@ -170,42 +161,10 @@ def launch_log_backward(outs: tuple[Tensor], args: LogSoftmaxBackwardArgs, confi
 
 
 def _forward(y: Tensor, x: Tensor, config: UnalignedConfig, *, log: bool) -> None:
-    x, y = as_rows(x), as_rows(y)
-    m, n = x.shape
-    packed = _packed(config, x)
-    if not unaligned(x, y):
-        plain.forward(y, x, plain.Config(*config)._replace(packed=packed), log=log)
-        return
-    block = triton.next_power_of_2(n)
-    if block <= config.held:
-        grid = (triton.cdiv(m, config.rows),)
-        parameters = (y, x, m, n, x.stride(0))
-        _short_forward(grid, parameters, (config.rows, block, packed, log), num_warps=config.num_warps)
-    elif config.split:
-        parts = -(-n // config.split)
-        maxima, sums = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
-        _part((m * parts,), (maxima, sums, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
-        parameters = (y, maxima, sums, x, n, parts, x.stride(0))
-        constants = (triton.next_power_of_2(parts), config.split, log)
-        _scale((m * parts,), parameters, constants, num_warps=config.num_warps)
-    else:
-        constants = (config.held, config.steps, _lanes(config, x.dtype), config.num_stages, packed, log)
-        _long_forward((m,), (y, x, n, x.stride(0)), constants, num_warps=config.num_warps)
+    forms = UNALIGNED if unaligned(as_rows(x), as_rows(y)) else plain.ALIGNED
+    plain.forward(y, x, plain.Config(*config), log=log, forms=forms)
 
 
 def _backward(dx: Tensor, dy: Tensor, y: Tensor, config: UnalignedConfig, *, log: bool) -> None:
-    dy, y, dx = as_rows(dy), as_rows(y), as_rows(dx)
-    m, n = y.shape
-    packed = _packed(config, y)
-    if not unaligned(y, dy, dx):
-        plain.backward(dx, dy, y, plain.Config(*config)._replace(packed=packed), log=log)
-        return
-    block = triton.next_power_of_2(n)
-    strides = (dy.stride(0), y.stride(0))
-    if block <= config.held:
-        grid = (triton.cdiv(m, config.rows),)
-        constants = (config.rows, block, packed, log)
-        _short_backward(grid, (dx, dy, y, m, n, *strides), constants, num_warps=config.num_warps)
-    else:
-        constants = (config.held, config.steps, _lanes(config, y.dtype), config.num_stages, packed, log)
-        _long_backward((m,), (dx, dy, y, n, *strides), constants, num_warps=config.num_warps)
+    forms = UNALIGNED if unaligned(as_rows(y), as_rows(dy), as_rows(dx)) else plain.ALIGNED
+    plain.backward(dx, dy, y, plain.Config(*config), log=log, forms=forms)
