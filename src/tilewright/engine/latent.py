@@ -134,6 +134,6 @@ def _expands_by_weight(layer: Any) -> bool:
         head = (weight @ latent).view(-1, nope + d_v)
         if k.shape != (1, len(head), 1, nope + rope) or v.shape != (1, len(head), 1, d_v):
             return False
-        made = torch.cat((k[0, :, 0, :nope], v[0, :, 0]), -1)
-        is_near = (made - head).norm() <= _NEAR * head.norm()
+        computed = torch.cat((k[0, :, 0, :nope], v[0, :, 0]), -1)
+        is_near = (computed - head).norm() <= _NEAR * head.norm()
         return bool(is_near & (k[0, :, 0, nope:] == k_pe).all())

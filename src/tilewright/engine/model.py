@@ -85,7 +85,7 @@ class Pages(NamedTuple):
 
 
 class _Shapes(dict[int, Shape | LatentShape]):
-    """Of each layer: what a first forward pass finds out."""
+    """What a first forward pass finds out of each layer."""
 
 
 class PagedModel:

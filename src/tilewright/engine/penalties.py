@@ -29,7 +29,7 @@ class Drafts(NamedTuple):
     most: int
 
     def before(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each row its draft, then the one before it, and so on: tokens (R,), and a mask (R,) of those there are."""
+        """Each row's draft, then the one before it, and so on: tokens (R,), and a mask (R,) of those there are."""
         for back in range(self.most):
             yield self.tokens.roll(back), self.numbers > back
 
