@@ -259,3 +259,15 @@ def test_a_result_that_takes_longer_is_a_timeout_and_goes_on(engine):
     with pytest.raises(TimeoutError):
         generation.result(timeout=0)
     assert len(generation.result(timeout=60).tokens) == 60
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
+def test_a_prefix_hit_gives_the_same_bits_as_a_miss(name):
+    model = silent(zoo.build(name))
+    prompts, params = [prompt(40), [*prompt(40)[:32], 5, 6]], SamplingParams(max_tokens=12, logprobs=True)
+    with Engine(model, **SIZES) as engine:  # a miss computes 16, 16 and 2 tokens, and a hit the last 2
+        (miss,) = engine.generate(prompts[1:], params)
+    with Engine(model, **SIZES) as engine:
+        hit = [engine.generate(each, params)[0] for each in prompts][1]
+    assert (miss.reused, hit.reused) == (0, 32)
+    assert (hit.tokens, hit.logprobs) == (miss.tokens, miss.logprobs)

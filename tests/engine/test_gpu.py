@@ -12,8 +12,8 @@ pytestmark = pytest.mark.gpu
 SIZES = {"max_batch": 6, "step_tokens": 32, "page_size": 4, "max_context": 96}
 
 
-def silent(name):
-    model = zoo.build(name).cuda()
+def silent(name, **options):
+    model = zoo.build(name, **options).cuda()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -37,6 +37,16 @@ def test_greedy_tokens_are_those_of_generate(name, graphs):
     with Engine(model, graphs=None if graphs and has_experts else graphs, **SIZES) as engine:
         outputs = engine.generate(prompts(), SamplingParams(max_tokens=30))
     assert [o.tokens for o in outputs] == [expected(model, p, 30) for p in prompts()]
+
+
+@pytest.mark.parametrize("options", [{}, {"speculation": "prompt_lookup"}])
+def test_latents_in_graphs_are_those_of_generate(options):
+    model = silent("deepseek_v3", first_k_dense_replace=2)  # no experts, so that graphs can be had
+    wanted = [expected(model, p, 30) for p in prompts()]
+    with Engine(model, graphs=True, cache_tokens=160, **options, **SIZES) as engine:
+        engine.warmup()
+        for _ in range(2):
+            assert [o.tokens for o in engine.generate(prompts(), SamplingParams(max_tokens=30))] == wanted
 
 
 def test_parts_of_prompts_are_graphs():
@@ -99,7 +109,10 @@ def test_penalties_in_graphs_and_one_step_ahead_are_those_of_one_request():
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 def test_speculated_tokens_are_those_without(kv_dtype):
     model = silent("llama")
-    each = [SamplingParams(max_tokens=40, temperature=0.3 * (n % 3), seed=n) for n in range(9)]
+    each = [
+        SamplingParams(max_tokens=40, temperature=0.3 * (n % 3), seed=n, frequency_penalty=-0.4 * (n % 2), min_tokens=n)
+        for n in range(9)
+    ]
     repeated = [p[:6] * 4 for p in prompts()]
     with Engine(model, graphs=True, kv_dtype=kv_dtype, **SIZES) as engine:
         plain = engine.generate(repeated, each)

@@ -11,7 +11,7 @@ from tests.models import zoo
 from tilewright import Engine
 from tilewright.engine import Grammar, SamplingParams
 from tilewright.engine.grammar import apply
-from tilewright.errors import InputError
+from tilewright.errors import InputError, TilewrightError
 
 SIZES = {"max_batch": 4, "step_tokens": 16, "page_size": 4, "max_context": 96}
 SCHEMA = {
@@ -108,3 +108,32 @@ def test_masks_of_rows():
     assert torch.equal(masked[:2], logits[:2])
     assert masked[2].isfinite().nonzero().flatten().tolist() == [0, 2, 63, 69]
     assert apply(logits, {}) is logits
+
+
+class Broken:
+    """A matcher of llguidance that fails."""
+
+    def __init__(self, matcher):
+        self.matcher = matcher
+
+    def __getattr__(self, name):
+        return getattr(self.matcher, name)
+
+    def compute_bitmask(self):
+        raise RuntimeError("broken matcher")
+
+
+def test_a_grammar_that_crashes_ends_its_own_request_alone(engine, monkeypatch):
+    make, free = engine._matcher, SamplingParams(max_tokens=8, ignore_eos=True)
+    alone = engine.generate("free", free)[0].tokens
+
+    def broken(params):
+        if (matcher := make(params)) is not None:
+            matcher._matcher = Broken(matcher._matcher)
+        return matcher
+
+    monkeypatch.setattr(engine, "_matcher", broken)
+    bad, good = engine.submit("x", asked(Grammar("regex", "[ab]{9}"), 0)), engine.submit("free", free)
+    with pytest.raises(TilewrightError, match="or a grammar does"):
+        bad.result(timeout=60)
+    assert good.result(timeout=60).tokens == alone

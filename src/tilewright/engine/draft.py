@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewright.engine.inputs import Sizes, Step, StepInputs
 from tilewright.engine.model import PagedModel, Pages
+from tilewright.engine.penalties import Penalties
 from tilewright.engine.scheduler import Chunk
 from tilewright.ops.sampling.sample import sample
 
@@ -36,10 +37,11 @@ class DraftModel:
         """Queue copies of a step of `chunks`, padded to its shape, on the current stream."""
         self._inputs.fill([replace(chunk, drafts=()) for chunk in chunks], step.without_drafts)
 
-    def compute(self, step: Step, counts: Tensor, drafted: Tensor) -> None:
+    def compute(self, step: Step, counts: Tensor, drafted: Tensor, penalties: Penalties | None) -> None:
         """Compute the tokens of a step, and speculate behind them if the step has drafts.
 
         counts: (B,) int32, drafts of each sequence.   drafted: (k, max_batch + 1) int64, the i-th drafts of all slots.
+        penalties: of the step's sequences, before any of its draws.
         """
         (tokens, batch, *_), inputs = step.without_drafts, self._inputs.device
         positions, rows = inputs("positions", tokens), inputs("rows", batch)
@@ -51,10 +53,14 @@ class DraftModel:
         if not step.drafts:
             return
         each, newest = torch.arange(batch, device=rows.device), positions[rows]
+        before: list[tuple[Tensor, Tensor]] = []  # drafts so far, and who has them
         for i in range(self._count):
+            if penalties is not None:
+                logits = penalties.apply(logits, self._inputs, before)
             ids = self._draw(logits, batch, i)
             drafted[i].index_copy_(0, inputs("slots", batch), ids)
             has_draft = counts > i  # others have length 0: they write no keys
+            before.append((ids, has_draft))
             pages = Pages(self.model.layers, torch.where(has_draft, lengths + (i + 1), 0), table, None)
             its_rows = each if i + 1 < self._count else each[:0]  # behind the last draft there are only keys to store
             logits = self.model.forward(ids, torch.where(has_draft, newest + (i + 1), 0), its_rows, pages)

@@ -49,11 +49,12 @@ class Engine:
     kv_dtype      torch.float8_e4m3fn: keys and values in one byte, with a scale for each token and head; by default
                   they have the dtype of the model's keys.
     speculation   "prompt_lookup": up to num_draft_tokens tokens that followed the newest ones where they stood before
-                  are computed beside them.  Tokens are those without speculation; requests that change logits draft
-                  none.  Drafts are of tokens that the host has read, so no step is queued ahead.
+                  are computed beside them.  Tokens are those without speculation, under penalties, biases and grammars
+                  too; requests for other log-probabilities than those of their tokens draft none.  Drafts are of
+                  tokens that the host has read, so no step is queued ahead.
     draft_model   instead of `speculation`, a smaller model with the same vocabulary, or its folder, that draws up to
-                  num_draft_tokens tokens for the model to compute in one pass.  Tokens are those without it.  Its keys
-                  and values lie in the same pages.
+                  num_draft_tokens tokens for the model to compute in one pass.  Tokens are those without it; requests
+                  with a grammar draft none, because the host sees no draft.  Its keys and values lie in the same pages.
     adapters      LoRA adapters by name, for requests that name one: folders in the form of PEFT, or pairs of the config
                   and the tensors in such a folder.  Requests of several adapters, and of none, share steps.
 
@@ -155,7 +156,8 @@ class Engine:
             )
         seed = random.getrandbits(63) if params.seed is None else params.seed
         stops = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else frozenset(self._stops))
-        drafter = self._new_drafter() if self._scheduler.drafts and params.may_draft else None
+        may_draft = params.may_draft and (params.grammar is None or self._new_drafter is PromptLookup)
+        drafter = self._new_drafter() if self._scheduler.drafts and may_draft else None
         adapter = self._model.adapters.number(params.adapter)
         sequence = Sequence(tokens, params, seed, stops, drafter, self._matcher(params), adapter)
         generation = Generation(sequence, self.tokenizer, self._wake)

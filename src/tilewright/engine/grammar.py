@@ -1,7 +1,8 @@
 """Answers that keep to a grammar: a mask over the vocabulary for each draw, by the library llguidance.
 
 The mask of a draw depends on the token before it, so a request with a grammar is left out of the step that is planned
-before that token is read: it draws in every second step, while others go on in all.
+before that token is read: it draws in every second step, while others go on in all.  Drafts that the host makes are
+tokens that it knows: the matcher goes along them and back, and gives each draw behind one a mask of its own.
 """
 
 import json
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import InputError
+from tilewright.log import logger
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,46 @@ class Grammar:
 
 
 class Matcher:
-    """The state of one answer.   mask: (V / 32,) int32, bit i % 32 of word i // 32 allows token i in the next draw.
+    """The state of one answer.
 
     error: why no token can be drawn, or "".   is_over: nothing may follow, or the end of text was drawn.
+    What the matcher raises ends its own request: from there its masks allow nothing.
     """
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher, self._words = matcher, -(-vocabulary // 32)
-        self.mask = torch.zeros(self._words, dtype=torch.int32)
-        self._update()
 
     def accept(self, token: int) -> None:
         """Take the token that was drawn."""
         self._matcher.consume_token(token)
-        self._update()
+
+    def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Drafts before the first that may not be drawn in its place, or behind which nothing may be drawn."""
+        count = 0
+        for draft in drafts[: self._matcher.validate_tokens(list(drafts))]:
+            self._matcher.consume_token(draft)
+            count += 1
+            if self.is_over:
+                break
+        its = tuple(drafts[: count - self.is_over])
+        self._matcher.rollback(count)
+        return its
+
+    def masks(self, drafts: Sequence[int]) -> list[Tensor]:
+        """A mask for the next draw, and for that behind each of `drafts`, which are `allowed`.
+
+        (V / 32,) int32, bit i % 32 of word i // 32 allows token i.
+        """
+        try:
+            masks = [self._mask()]
+            for draft in drafts:
+                self._matcher.consume_token(draft)
+                masks.append(self._mask())
+            self._matcher.rollback(len(drafts))
+        except Exception:  # noqa: BLE001 - of a library, and it must end no other request
+            logger.exception("a request fails: its grammar gave no mask")
+            return [torch.zeros(self._words, dtype=torch.int32)] * (1 + len(drafts))
+        return masks
 
     @property
     def error(self) -> str:
@@ -54,11 +82,11 @@ class Matcher:
         stopped: bool = self._matcher.is_stopped()
         return stopped
 
-    def _update(self) -> None:
-        if not self.is_over:
-            bits = bytearray(self._matcher.compute_bitmask())
-            its = torch.frombuffer(bits, dtype=torch.int32)[: self._words]
-            self.mask.zero_()[: len(its)] = its
+    def _mask(self) -> Tensor:
+        its = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)[: self._words]
+        mask = torch.zeros(self._words, dtype=torch.int32)
+        mask[: len(its)] = its
+        return mask
 
 
 class Grammars:

@@ -14,7 +14,10 @@ from torch import Tensor
 from tilewright.engine.drafter import UNKNOWN
 from tilewright.engine.scheduler import Chunk
 
-_INT64 = ("ids", "sources", "positions", "rows", "slots", "penalty_slots", "seeds", "draw_positions", "adapters")
+_INT64 = (
+    *("ids", "sources", "positions", "adapters"),
+    *("rows", "slots", "penalty_slots", "draft_numbers", "seeds", "draw_positions"),
+)
 _INT32 = ("cu_seqlens", "lengths", "drafts", "top_k")
 _FLOAT32 = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _OF_PARAMS = (*_FLOAT32, "top_k")
@@ -26,7 +29,7 @@ _DTYPES = {
     "block_table": torch.int32,
 }
 _OF_TOKENS = ("ids", "sources", "positions", "adapters")
-_OF_ROWS = ("rows", "slots", "penalty_slots", "seeds", "draw_positions", *_OF_PARAMS)
+_OF_ROWS = ("rows", "slots", "penalty_slots", "draft_numbers", "seeds", "draw_positions", *_OF_PARAMS)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class StepInputs:
     rows            (R,) the token behind which a row's logits are: the last of a chunk, and each of its drafts
     slots           (R,) where a drawn token goes
     penalty_slots   (R,) where its counts and biases are
+    draft_numbers   (R,) i behind the i-th draft of a chunk, from 1 on; 0 behind the chunk
     seeds, draw_positions, temperature, top_k, top_p, min_p   (R,) as `ops.sample` takes them
     repetition_penalty, presence_penalty, frequency_penalty   (R,)
     cu_seqlens      (B + 1,)   lengths, drafts (B,)   block_table (B, max_pages)
@@ -137,10 +141,11 @@ class StepInputs:
             views["draw_positions"][row:last] = range(chunk.end, length + 1)
             views["lengths"][index], views["drafts"][index] = length, len(chunk.drafts)
             views["block_table"][index, : len(sequence.pages)] = sequence.pages
+            views["draft_numbers"][row:last] = range(last - row)
             if chunk.draws:
                 views["slots"][row] = sequence.slot
                 if sequence.params.changes_logits:
-                    views["penalty_slots"][row] = sequence.slot
+                    views["penalty_slots"][row:last] = sequence.slot
             views["seeds"][row:last] = sequence.seed
             for name in _OF_PARAMS:
                 views[name][row:last] = getattr(sequence.params, name)

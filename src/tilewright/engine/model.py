@@ -15,6 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.engine.adapters import Adapters, Source
+from tilewright.engine.latent import (
+    EachToken,
+    LatentLayer,
+    LatentShape,
+    attend,
+    each_token,
+    keeps_latents,
+    kept_latents,
+    latent_layers,
+)
 from tilewright.errors import InputError
 from tilewright.generate.attention import decoder_config
 from tilewright.models import transformers_names
@@ -41,26 +51,50 @@ class Layer(NamedTuple):
     v_scale: Tensor | None
 
 
+class Shape(NamedTuple):
+    """k: (H_kv, D) and v: (H_kv, D_v) of a layer, and the dtype of both."""
+
+    k: tuple[int, int]
+    v: tuple[int, int]
+    dtype: torch.dtype
+
+    def bytes_per_token(self, kv_dtype: torch.dtype | None) -> int:
+        (heads, d), (_, d_v) = self.k, self.v
+        return heads * (d + d_v) * (kv_dtype or self.dtype).itemsize + (0 if kv_dtype is None else 8 * heads)
+
+    def allocate(self, pages: int, page_size: int, kv_dtype: torch.dtype | None, device: torch.device) -> Layer:
+        """Zeros."""
+        size, dtype = (pages, page_size), kv_dtype or self.dtype
+        k, v = (torch.zeros(*size, *each, dtype=dtype, device=device) for each in (self.k, self.v))
+        if kv_dtype is None:
+            return Layer(k, v, None, None)
+        return Layer(k, v, *(torch.ones(*size, each[0], device=device) for each in (self.k, self.v)))
+
+
 class Pages(NamedTuple):
     """One step.   lengths: (B,) int32, new tokens included.   block_table: (B, max_pages) int32.
-    cu_seqlens: (B + 1,) int32; None where every sequence has one new token.
+    cu_seqlens: (B + 1,) int32; None where every sequence has one new token.   each_token: beside cu_seqlens, for
+    layers that cache latents.
     """
 
-    layers: dict[int, Layer]
+    layers: dict[int, Layer | LatentLayer]
     lengths: Tensor
     block_table: Tensor
     cu_seqlens: Tensor | None
+    each_token: EachToken | None = None
 
 
-class _Shapes(dict[int, tuple[tuple[int, int], tuple[int, int], torch.dtype]]):
-    """(H_kv, D), (H_kv, D_v) and dtype of each layer: what a first forward pass finds out."""
+class _Shapes(dict[int, Shape | LatentShape]):
+    """What a first forward pass finds out of each layer."""
 
 
 class PagedModel:
     """Raises InputError for a model without this contract: `input_ids`, `position_ids` and `logits_to_keep` in forward,
     layers of full or sliding attention that store their own keys, all parameters on one device, evaluation mode.
 
-    The model's config names our attention during a forward pass of ours, and what it named before at other times.
+    Layers of latent attention cache latents, where transformers' layer has a method that expands them and its
+    projection is a plain linear layer; others cache keys and values.  The model's config names our attention during a
+    forward pass of ours, and what it named before at other times.
     """
 
     def __init__(self, model: Any) -> None:
@@ -72,6 +106,7 @@ class PagedModel:
         kinds = getattr(decoder_config(model), "layer_types", None)
         self._mask = mask if kinds is None else dict.fromkeys(kinds, mask)
         self.shapes, self.adapters = _Shapes(), Adapters(model, {})
+        self._latent_layers = latent_layers(model)
         self.vocabulary = self._probe(1)
         expected = len(transformers_names.layer_types(decoder_config(model))[0])
         if sorted(self.shapes) != list(range(expected)):
@@ -79,7 +114,7 @@ class PagedModel:
                 f"{type(model).__name__}: {len(self.shapes)} of {expected} layers look attention up by name; an engine "
                 "needs all of them."
             )
-        self.layers: dict[int, Layer] = {}
+        self.layers: dict[int, Layer | LatentLayer] = {}
 
     def adapt(self, sources: Mapping[str, Source]) -> None:
         """Have LoRA adapters by name, until `adapters.close`.   Raises InputError for those that do not fit."""
@@ -98,28 +133,15 @@ class PagedModel:
 
     def bytes_per_token(self, kv_dtype: torch.dtype | None = None) -> int:
         """Bytes of keys and values of one token in all layers, their scales included.   kv_dtype: as in `allocate`."""
-        return sum(
-            (k[0] * k[1] + v[0] * v[1]) * (kv_dtype or dtype).itemsize + (0 if kv_dtype is None else 4 * (k[0] + v[0]))
-            for k, v, dtype in self.shapes.values()
-        )
+        return sum(shape.bytes_per_token(kv_dtype) for shape in self.shapes.values())
 
     def allocate(self, pages: int, page_size: int, kv_dtype: torch.dtype | None = None) -> None:
         """Have caches of that many pages, zeros.   kv_dtype: float8_e4m3fn, or None for that of the model's keys.
 
         Raises InputError where an op does not take e4m3 for this model.
         """
-
-        def scale(heads: int) -> Tensor | None:
-            return None if kv_dtype is None else torch.ones(pages, page_size, heads, device=self.device)
-
         self.layers = {
-            index: Layer(
-                torch.zeros(pages, page_size, *k, dtype=kv_dtype or dtype, device=self.device),
-                torch.zeros(pages, page_size, *v, dtype=kv_dtype or dtype, device=self.device),
-                scale(k[0]),
-                scale(v[0]),
-            )
-            for index, (k, v, dtype) in self.shapes.items()
+            index: shape.allocate(pages, page_size, kv_dtype, self.device) for index, shape in self.shapes.items()
         }
         if kv_dtype is not None:
             self._try()
@@ -138,6 +160,8 @@ class PagedModel:
 
         adapters: (T,) int64, the number of each token's adapter; None where no token has one.
         """
+        if self._latent_layers and pages.cu_seqlens is not None:
+            pages = pages._replace(each_token=each_token(positions, pages.cu_seqlens, pages.block_table))
         with self._attention(), nullcontext() if adapters is None else self.adapters.applied(adapters):
             return self._forward(ids[None], positions[None], rows, pages)
 
@@ -161,7 +185,8 @@ class PagedModel:
             before = config._attn_implementation
             config._attn_implementation = _NAME
             try:
-                yield
+                with kept_latents(self._latent_layers):
+                    yield
             finally:
                 config._attn_implementation = before
 
@@ -216,11 +241,19 @@ def _attend(
             f"{type(module).__name__} was called without the engine's pages. While an engine computes, its model is "
             "called by it alone; or this model's layers do not hand arguments of forward to their attention."
         )
+    is_latent = keeps_latents(module)
     if isinstance(paged_step, _Shapes):
-        paged_step[index] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        if is_latent:
+            _refuse_beside_latents(module, softcap=softcap, s_aux=s_aux, sliding_window=sliding_window)
+            paged_step[index] = LatentShape(key.shape[3], value.shape[3], key.dtype)
+        else:
+            paged_step[index] = Shape((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype)
+        d_v: Any = module.v_head_dim if is_latent else value.shape[3]
+        return query.new_zeros(1, query.shape[2], query.shape[1], d_v), None
+    layer, lengths, table, cu_seqlens, _ = paged_step.layers[index], *paged_step[1:]
+    if isinstance(layer, LatentLayer):
+        return attend(module, query[0], key[0, 0], value[0, 0], layer, paged_step, scaling)[None], None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer, lengths, table, cu_seqlens = paged_step.layers[index], *paged_step[1:]
     scales: dict[str, Any] = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
     kv_append_(layer.k, layer.v, k, v, lengths, block_table=table, cu_seqlens=cu_seqlens, **scales)
     window = None if sliding_window is None else (sliding_window - 1, 0)
@@ -232,3 +265,9 @@ def _attend(
         o = fmha_paged(q, layer.k, layer.v, cu_seqlens, lengths, block_table=table, **options)
     assert isinstance(o, Tensor)
     return o[None], None
+
+
+def _refuse_beside_latents(module: nn.Module, **options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise InputError(f"{type(module).__name__}: latent attention with {name} is not served by an engine.")

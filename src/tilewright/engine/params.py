@@ -102,5 +102,5 @@ class SamplingParams:
 
     @property
     def may_draft(self) -> bool:
-        """Tokens may be speculated: they are drawn from the model's own logits, and no other logits are wanted."""
-        return not (self.changes_logits or self.grammar or self.top_logprobs or self.prompt_logprobs)
+        """Tokens may be speculated: no logits are wanted beside those of draws."""
+        return not (self.top_logprobs or self.prompt_logprobs)

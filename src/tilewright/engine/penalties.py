@@ -1,11 +1,14 @@
 """Penalties and biases of requests: what `ops.apply_penalties` reads, one row for each slot, on the device.
 
 A row is written before the first draw of an admission, when the host has read all tokens of the sequence; from there
-the device counts those that it draws, so the host may be one step behind.  Requests that change no logits use the spare
-row, and penalties that are neutral.
+the device counts those that it draws, so the host may be one step behind.  Behind a draft, the drafts up to it count
+too; of the draws of a step, those count before which every draft is what was drawn in its place.  Requests that change
+no logits use the spare row, and penalties that are neutral.
 """
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequences
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +17,29 @@ from tilewright.engine.inputs import StepInputs
 from tilewright.engine.scheduler import Chunk
 from tilewright.engine.sequence import Sequence
 from tilewright.ops.sampling.apply_penalties import apply_penalties
+
+
+class Drafts(NamedTuple):
+    """Drafts of a step, whose rows are those of one sequence after another.   tokens: (R,) behind which a row's logits
+    are.   numbers: (R,) which draft that is, or 0.   most: drafts of one sequence.
+    """
+
+    tokens: Tensor
+    numbers: Tensor
+    most: int
+
+    def before(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each row's draft, then the one before it, and so on: tokens (R,), and a mask (R,) of those there are."""
+        for back in range(self.most):
+            yield self.tokens.roll(back), self.numbers > back
+
+    def accepted(self, drawn: Tensor) -> Tensor:
+        """(R,) bool: before these draws every draft is what was drawn in its place.   drawn: (R,)."""
+        is_right = drawn.roll(1) == self.tokens
+        accepted = torch.ones_like(is_right)
+        for back in range(self.most):
+            accepted &= is_right.roll(back) | (self.numbers <= back)
+        return accepted
 
 
 class Penalties:
@@ -42,13 +68,19 @@ class Penalties:
                 self._add_bias(slot, sequence, forbids)
             self._holders[slot], self._forbids[slot] = holder, forbids
 
-    def apply(self, logits: Tensor, inputs: StepInputs) -> Tensor:
-        """logits (R, V), of the rows of a step, after penalties and bias."""
+    def apply(self, logits: Tensor, inputs: StepInputs, before: Iterable[tuple[Tensor, Tensor]] = ()) -> Tensor:
+        """logits (R, V), of the rows of a step, after penalties and bias.
+
+        before: further tokens of each row that count, (R,), and a mask of rows that have one.
+        """
         count = logits.shape[0]
         slots = inputs.device("penalty_slots", count)
+        counts = self._counts[slots]
+        for tokens, mask in before:
+            counts.scatter_add_(1, tokens[:, None], mask[:, None].to(torch.int32))
         return apply_penalties(
             logits,
-            self._counts[slots],
+            counts,
             prompt=self._prompt[slots],
             bias=self._bias[slots],
             repetition=inputs.device("repetition_penalty", count),
@@ -56,10 +88,10 @@ class Penalties:
             frequency=inputs.device("frequency_penalty", count),
         )
 
-    def add(self, tokens: Tensor, inputs: StepInputs) -> None:
-        """Count tokens (R,) that were drawn."""
+    def add(self, tokens: Tensor, inputs: StepInputs, accepted: Tensor) -> None:
+        """Count tokens (R,) that were drawn, where they are `accepted` (R,)."""
         places = inputs.device("penalty_slots", tokens.shape[0]) * self._counts.shape[1] + tokens
-        self._counts.view(-1).scatter_add_(0, places, self._ones.expand(places.shape))
+        self._counts.view(-1).scatter_add_(0, places, accepted.to(torch.int32))
 
     def _count(self, slot: int, sequence: Sequence) -> None:
         self._counts[slot].zero_()

@@ -20,7 +20,7 @@ from tilewright.engine.drafter import UNKNOWN
 from tilewright.engine.grammar import apply
 from tilewright.engine.inputs import Sizes, Step, StepInputs
 from tilewright.engine.model import PagedModel, Pages
-from tilewright.engine.penalties import Penalties
+from tilewright.engine.penalties import Drafts, Penalties
 from tilewright.engine.scheduler import Chunk
 from tilewright.engine.scores import Rows, score, scores
 from tilewright.engine.sequence import Score
@@ -181,8 +181,9 @@ class Runner:
     ) -> Tensor | None:
         """Compute a step; returns what `score` says of the rows `scored`.   masks: of rows that keep to a grammar."""
         inputs, tokens, rows, batch = self._inputs.device, step.tokens, step.rows, step.batch
+        penalties = self._penalties if step.has_penalties else None
         if self._draft is not None:
-            self._draft.compute(step, inputs("drafts", batch), self._newest[1:])
+            self._draft.compute(step, inputs("drafts", batch), self._newest[1:], penalties)
         sources = inputs("sources", tokens)
         ids = torch.where(sources < 0, inputs("ids", tokens), self._newest.view(-1)[sources.clamp(min=0)])
         cu_seqlens = None if step.is_decode else inputs("cu_seqlens", batch + 1)
@@ -193,9 +194,11 @@ class Runner:
         adapters = inputs("adapters", tokens) if step.has_adapters else None
         every = self.model.forward(ids, inputs("positions", tokens), places, pages, adapters)
         logits = every[:rows]
-        penalties = self._penalties if step.has_penalties else None
+        if penalties is not None:
+            most = self.sizes.drafts if step.drafts else 0
+            drafts = Drafts(ids[places[:rows]], inputs("draft_numbers", rows), most)
         drawn = sample(
-            apply(logits if penalties is None else penalties.apply(logits, self._inputs), masks),
+            apply(logits if penalties is None else penalties.apply(logits, self._inputs, drafts.before()), masks),
             inputs("seeds", rows),
             inputs("draw_positions", rows),
             temperature=inputs("temperature", rows),
@@ -208,7 +211,7 @@ class Runner:
         columns = next_tokens.clamp(min=0)  # a row of NaN draws -1
         if penalties is not None:
             logprobs = logits.float().log_softmax(1).gather(1, columns[:, None])[:, 0]
-            penalties.add(columns, self._inputs)
+            penalties.add(columns, self._inputs, drafts.accepted(next_tokens))
         self._newest[0].index_copy_(0, inputs("slots", rows), columns)
         self._outputs[0, :rows] = next_tokens
         self._outputs[1, :rows] = logprobs
@@ -225,9 +228,10 @@ def _rounded(count: int) -> int:
 
 def _masks(chunks: Sequence[Chunk]) -> dict[int, Tensor]:
     """Masks of the grammars of a step, by row."""
-    masks, row = {}, 0
+    masks: dict[int, Tensor] = {}
+    row = 0
     for chunk in chunks:
         if chunk.draws and chunk.sequence.matcher is not None:
-            masks[row] = chunk.sequence.matcher.mask
+            masks.update(enumerate(chunk.sequence.matcher.masks(chunk.drafts), row))
         row += 1 + len(chunk.drafts)
     return masks

@@ -130,9 +130,7 @@ class Scheduler:
     def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
         """Speculate as many tokens as there are room and pages for."""
         count = min(self.drafts, room - 1, sequence.longest - sequence.total - 1)
-        if sequence.drafter is None or sequence.remaining != 1 or count < 1:
-            return ()
-        drafts = sequence.drafter.drafts(sequence.tokens, count)
+        drafts = sequence.draft(count) if sequence.remaining == 1 else ()
         return drafts if self._grow(sequence, 1 + len(drafts)) else ()
 
     def _admit(self, room: int) -> Chunk | None:

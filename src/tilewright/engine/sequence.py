@@ -97,6 +97,17 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
+    def draft(self, most: int) -> tuple[int, ...]:
+        """Speculate at most `most` tokens: none that the grammar forbids, and none behind which stop tokens come to be
+        allowed, since all draws of a step have one bias.
+        """
+        forbidden = self.params.min_tokens - (len(self.tokens) - self.prompt_length)  # draws that may be no stop token
+        most = most if forbidden <= 0 else min(most, forbidden - 1)
+        if self.drafter is None or most < 1:
+            return ()
+        drafts = self.drafter.drafts(self.tokens, most)
+        return drafts if self.matcher is None else self.matcher.allowed(drafts)
+
     def read(self, token: int, logprob: float | None) -> None:
         """Take the next token; it may end the sequence."""
         if not self.params.max_tokens:

@@ -15,6 +15,7 @@ names (`AutoConfig`, `AttentionInterface`, `PreTrainedModel`) are imported where
 | `modeling_utils.PreTrainedModel.__init_subclass__` | 5.0 | derives `config_class`, registers nothing |
 | `loss.loss_utils.ForCausalLMLoss` | 5.0 | what `loss_function` of a causal language model is |
 | `modeling_outputs.MoeModelOutputWithPast` | 5.0 | a decoder's result, with all fields that a head reads |
+| `expand_kv` of layers of latent attention | 5.17, not in 5.14 | from latents to keys and values of every head |
 | `PagedAttentionCache` | 5.14 | windows right from 5.16, other structure from 5.18; from 5.19 no foreign names |
 
 Transformers is imported inside the functions, and always by the submodule: the package itself is a lazy module, which
@@ -30,6 +31,8 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 
+EXPAND_LATENTS = "expand_kv"
+"""The method of layers of latent attention that makes keys and values of latents, just before their attention."""
 SUPPORTED = ((5, 14), (5, 23))  # the oldest and the newest release, both included
 
 

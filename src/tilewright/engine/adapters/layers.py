@@ -67,7 +67,7 @@ class Adapters:
         if self._pending:
             raise InputError(
                 f"Engine: {min(self._pending)} has an adapter, and its product was computed without a call of that "
-                "layer, as a float8 patch does. Patch the model without that, or merge the adapter."
+                "layer, as by a float8 patch or a cache of latents. Patch the model without that, or merge the adapter."
             )
 
     def close(self) -> None:
