@@ -1,8 +1,8 @@
-"""Hadamard transform in Triton: rows in registers, products with matrices of 16 to 128 on tensor cores.
+"""Hadamard transform in Triton: rows in registers, products with matrices of 16 to 64 on tensor cores.
 
 H of n = a * b * c is P_a (x) S_b (x) S_c: a row seen as (a, b, c) is multiplied by a small matrix along each dimension.
-A row that has no room in registers is (a, 2, b, c): the sum of its halves is transformed, then their difference, for
-which the halves are read again.
+A row that has no room in registers, or b * c = 128, is (a, 2, b, c): the sum of its halves is transformed, then their
+difference, for which the halves are read again.
 Every product takes its dimension last; what is shorter than 16, or no power of two (a = 12, 20, 28, 36), is padded with
 zeros.  Entries of the matrices are computed from their indices, not read.
 A product's operands are 16 bits wide, and 1 and -1 are exact in them.  So is x in bf16 and fp16; float32 numbers are
@@ -27,7 +27,7 @@ from tilewright.ops.quant.hadamard import SQUARES, factor
 from tilewright.ops.quant.hadamard_transform import BACKWARD, FORWARD, HadamardArgs, HadamardBackwardArgs
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
 
-_SHORTEST, _LONGEST = 16, 128  # of a product's dimension
+_SHORTEST, _LONGEST = 16, 64  # of a product's dimension: a matrix of 128 leaves mma.sync no registers
 _MOST = 16384  # elements of a tile: twice as many spill, 128 registers at 16 warps
 _MASKS = {m: (q, sum(1 << s for s in squares)) for m, (q, squares) in SQUARES.items()}
 
@@ -60,15 +60,19 @@ class Shape(NamedTuple):
 def _shape(m: int, power: int) -> Shape:
     if power <= _LONGEST:
         return Shape(m, 1, power)
+    if power > _LONGEST**2:
+        m, power = _SHORTEST, power // _SHORTEST  # Sylvester's matrix again
     half = (power.bit_length() - 1) // 2
     return Shape(m, 1 << half, power >> half)
 
 
 def shape_of(n: int) -> tuple[Shape, int]:
-    """Returns (shape, halves): n is 1 or 2 times the elements of a shape that registers hold."""
+    """Returns (shape, halves): a row is one such shape, or two."""
     m = factor(n) or 1
-    whole = _shape(m, n // m)
-    return (whole, 1) if whole.padded.size <= _MOST else (_shape(m, n // m // 2), 2)
+    power = n // m
+    whole = _shape(m, power)
+    divided = power == 2 * _LONGEST or whole.padded.size > _MOST
+    return (_shape(m, power // 2), 2) if divided else (whole, 1)
 
 
 def _elements(n: int, rows_of_product: int) -> int:
@@ -90,9 +94,9 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     least = _elements(bucket.N, 16)
     return tuple(
         Config(elements, warps)
-        for elements in (least, 2 * least, 4 * least)
+        for elements in (2048, 4096, 8192, _MOST)
         for warps in (4, 8, 16)
-        if 2048 <= elements <= _MOST and 16 <= elements // (32 * warps) <= 64
+        if least <= elements <= max(4096, 4 * least) and 16 <= elements // (32 * warps) <= 64
     )
 
 
