@@ -135,7 +135,7 @@ CONTRACT = register(
             BACKWARD,
             inputs=("x",),
             save=lambda args, outputs: (),
-            raw_args=lambda grads, saved, args, needs: HadamardBackwardArgs(*grads, args.scale),
+            raw_args=lambda grads, saved, args, needs: HadamardBackwardArgs(grads[0], args.scale),
         ),
         workloads=(
             Workload("heads_128", {"M": 262144, "N": 128}),
