@@ -83,13 +83,7 @@ PROBLEMS = {
     "fused_moe_bias": [{"M": 4, "E": 3, "K": 2, "H": 8, "I": 6, "interleaved": True}],
     "merge_states": [STATES, {**STATES, "form": "pair"}, {**STATES, "blind": 1}],
 }
-LINEAR = (
-    "apply_rope",
-    "dropout",
-    "hadamard_transform",
-    "kl_div",
-    "moe_permute",
-)  # and so is their gradient, in what comes in alone
+LINEAR = ("apply_rope", "dropout", "hadamard_transform", "kl_div", "moe_permute")  # and their gradient, in what comes
 CASES = [(name, problem) for name in SUBJECTS for problem in PROBLEMS[name]]  # an op without a problem is an error
 EACH_CASE = pytest.mark.parametrize(
     ("name", "problem"), CASES, ids=[f"{n}-{'-'.join(str(v) for v in p.values())}" for n, p in CASES]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tilewright
 from tilewright.errors import InputError, PatchError
 from tilewright.generate.checks import fingerprint
-from tilewright.models.quantise import FORMATS, LAYERS, plain
+from tilewright.models.quantise import FORMATS, LAYERS, converted, plain
 from tilewright.nn import WeightOnlyLinear
 
 WIDE: dict[str, Any] = {
@@ -109,6 +109,8 @@ def test_refusals() -> None:
         tilewright.quantize_(nn.Linear(512, 512))
     with pytest.raises(InputError, match=r"is 'w8a8_int8_smooth', which is calibrated. Give inputs="):
         tilewright.quantize_(nn.Linear(512, 512), "w8a8_int8_smooth")
+    with pytest.raises(PatchError, match="w8a8_int8_smooth is calibrated. Call"):
+        converted(nn.Linear(16, 16), "w8a8_int8_smooth")
     with pytest.raises(InputError, match="40 inputs; mxfp4 needs a multiple of 32"):
         WeightOnlyLinear.from_linear(nn.Linear(40, 32), "mxfp4")
     model = build("llama", **WIDE)

@@ -118,7 +118,6 @@ class Exchange:
         self._model, self._format, self._backend = model, format, backend
         self.linears: dict[str, nn.Linear] = {}
         self._layers: dict[str, nn.Module] = {}
-        self._smooth: dict[str, Tensor] = {}
         kept_heads = heads(model)
         owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
         rows: list[Row] = []
@@ -136,18 +135,20 @@ class Exchange:
             raise PatchError(f"nothing in {type(model).__name__} can be quantised to {format}:\n{self.report}")
 
     def calibrate(self, run: Callable[[], object]) -> None:
-        """Find the divisors of a format that has them, while `run()` calls the model with its wide layers."""
-        if self._format.endswith(SMOOTH):
-            for path, amax in observed_amax(self.linears, run).items():
-                weight_amax = self.linears[path].weight.detach().abs().amax(0)
-                self._smooth[path] = smoothing_factors(amax, weight_amax)
+        """Make the layers of a format with divisors, from what their inputs are while `run()` calls the wide model."""
+        if not self._format.endswith(SMOOTH):
+            return
+        for path, amax in observed_amax(self.linears, run).items():
+            linear = self.linears[path]
+            factors = smoothing_factors(amax, linear.weight.detach().abs().amax(0))
+            self._layers[path] = converted(linear, self._format, self._backend, factors)
 
     def apply(self, *, release: bool = False) -> None:
         """Put the layers in place; those of an earlier call again.   release: let each wide layer go at once."""
         for path, linear in list(self.linears.items()):
             layer = self._layers.get(path)
             if layer is None:
-                layer = converted(linear, self._format, self._backend, self._smooth.get(path))
+                layer = converted(linear, self._format, self._backend)
             if release:
                 del self.linears[path]
             else:
@@ -182,6 +183,8 @@ def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
 
 def converted(linear: nn.Linear, format: str, backend: str | None = None, smooth: Tensor | None = None) -> nn.Module:
     """The layer that takes the place of `linear`.   smooth: divisors of its input's channels."""
+    if format.endswith(SMOOTH) and smooth is None:
+        raise PatchError(f"{format} is calibrated. Call `calibrate` before the layers are put in place.")
     rotate = format.endswith(ROTATED)
     if format == "fp8":
         return FP8Linear.from_linear(linear, frozen=True, backend=backend)

@@ -111,11 +111,11 @@ class Int8Linear(nn.Module):
         return text + "".join(f", {name}=True" for name, value in options.items() if value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        kept = {id(self.weight_scale), id(self.smooth)}
+        buffers = {id(self.weight_scale), id(self.smooth)}
 
         def keep_scales(t: Tensor) -> Tensor:
             converted = fn(t)
-            return t.to(converted.device) if id(t) in kept and converted.dtype != t.dtype else converted
+            return t.to(converted.device) if id(t) in buffers and converted.dtype != t.dtype else converted
 
         return super()._apply(keep_scales, recurse)
 

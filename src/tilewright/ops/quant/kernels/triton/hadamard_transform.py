@@ -70,9 +70,9 @@ def shape_of(n: int) -> tuple[Shape, int]:
     """Returns (shape, halves): a row is one such shape, or two."""
     m = factor(n) or 1
     power = n // m
-    whole = _shape(m, power)
-    divided = power == 2 * _LONGEST or whole.padded.size > _MOST
-    return (_shape(m, power // 2), 2) if divided else (whole, 1)
+    shape = _shape(m, power)
+    divided = power == 2 * _LONGEST or shape.padded.size > _MOST
+    return (_shape(m, power // 2), 2) if divided else (shape, 1)
 
 
 def _elements(n: int, rows_of_product: int) -> int:
@@ -87,6 +87,8 @@ def _warps(elements: int) -> int:
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     elements = max(4096, _elements(bucket.N, 64))  # 64 rows: WGMMA
+    if bucket.M >= 512 and shape_of(bucket.N)[0].padded.size == 4096:
+        elements = 8192  # two rows: 53.2 -> 47.8 us at 8192x4096, H200, 2026-11
     return Config(elements, _warps(elements))
 
 
@@ -124,18 +126,26 @@ def _matrix(P: tl.constexpr, Q: tl.constexpr, SQUARES: tl.constexpr):  # float32
 
 
 @triton.jit
+def _split(x):
+    """(head, tail) of float32 x: head in the upper 16 bits, and what is left; an infinity or a NaN is all head."""
+    is_finite = tl.abs(x) < float("inf")
+    head = tl.where(is_finite, (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True), x)
+    return head.to(tl.bfloat16), tl.where(is_finite, x - head, 0.0)
+
+
+@triton.jit
 def _product(x, P: tl.constexpr, Q: tl.constexpr, SQUARES: tl.constexpr, TERMS: tl.constexpr):
-    """x (rows, P) times the matrix, float32; TERMS: summands of 16 bits of an x in float32."""
+    """x (rows, P) times the matrix, float32; TERMS: summands of 16 bits of a float32 x, the smallest added first."""
     matrix = _matrix(P, Q, SQUARES)
     if x.dtype == tl.float32:
         matrix = matrix.to(tl.bfloat16)
-        y = tl.zeros(x.shape, tl.float32)
-        for _ in tl.static_range(TERMS - 1):
-            is_finite = tl.abs(x) < float("inf")
-            head = tl.where(is_finite, (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True), x)
-            y = tl.dot(head.to(tl.bfloat16), matrix, y)
-            x = tl.where(is_finite, x - head, 0.0)
-        y = tl.dot(x.to(tl.bfloat16), matrix, y)
+        head, tail = _split(x)
+        if TERMS == 3:
+            middle, tail = _split(tail)
+            y = tl.dot(middle, matrix, tl.dot(tail.to(tl.bfloat16), matrix))
+        else:
+            y = tl.dot(tail.to(tl.bfloat16), matrix)
+        y = tl.dot(head, matrix, y)
     else:
         y = tl.dot(x, matrix.to(x.dtype))
     return y
