@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from any_size_draw import Draw, Model, Sizes
+from any_size_draw import TRAINING_ROWS, Draw, Model, Sizes
 from any_size_parts import decoded, floating, half, layer, part_of, product_cost, tokens
 
 
@@ -66,3 +66,9 @@ def per_token_cast_to_int8(draw: Draw, model: Model) -> Sizes:
     m, n = tokens(draw), draw.pick((model.hidden, part_of(draw, model.intermediate)))
     options = draw.pick(({}, {}, {"smooth": True}))
     return Sizes("activations", {"M": m, "N": n, **options}, floating(draw), 2 * m * n)
+
+
+def hadamard_transform(draw: Draw, model: Model) -> Sizes:
+    """Activations before a rotated layer: the next size that has a matrix."""
+    m, n = tokens(draw), draw.pick((model.hidden, part_of(draw, model.intermediate)))
+    return Sizes("activations", {"M": m, "N": min(n, 32768)}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)

@@ -35,6 +35,7 @@ PROBLEMS = {
     "gelu_and_mul": [ROWS, {**ROWS, "approximate": "none"}],
     "geglu": [ROWS],
     "relu2": [ROWS, {**ROWS, "gated": True}],
+    "hadamard_transform": [ROWS, {**ROWS, "factor": 0.5}],
     "swigluoai_and_mul": [ROWS, {**ROWS, "interleaved": False}],
     "softmax": [ROWS],
     "log_softmax": [ROWS],
@@ -82,7 +83,7 @@ PROBLEMS = {
     "fused_moe_bias": [{"M": 4, "E": 3, "K": 2, "H": 8, "I": 6, "interleaved": True}],
     "merge_states": [STATES, {**STATES, "form": "pair"}, {**STATES, "blind": 1}],
 }
-LINEAR = ("apply_rope", "dropout", "kl_div", "moe_permute")  # and so is their gradient, in what comes in alone
+LINEAR = ("apply_rope", "dropout", "hadamard_transform", "kl_div", "moe_permute")  # and their gradient, in what comes
 CASES = [(name, problem) for name in SUBJECTS for problem in PROBLEMS[name]]  # an op without a problem is an error
 EACH_CASE = pytest.mark.parametrize(
     ("name", "problem"), CASES, ids=[f"{n}-{'-'.join(str(v) for v in p.values())}" for n, p in CASES]

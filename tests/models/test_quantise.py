@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tilewright
 from tilewright.errors import InputError, PatchError
 from tilewright.generate.checks import fingerprint
-from tilewright.models.quantise import FORMATS, LAYERS
+from tilewright.models.quantise import FORMATS, LAYERS, converted, plain
 from tilewright.nn import WeightOnlyLinear
 
 WIDE: dict[str, Any] = {
@@ -21,6 +21,7 @@ WIDE: dict[str, Any] = {
 }  # fmt: skip
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 ERRORS = {"int8": 0.02, "w8a8_int8": 0.05, "mxfp8": 0.12, "fp8": 0.12, "int4": 0.3, "nvfp4": 0.3, "mxfp4": 0.4}
+INPUTS: dict[str, Any] = {"w8a8_int8_smooth": {"inputs": tokens(2, 8)}}
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -36,14 +37,14 @@ def relative(made: Tensor, wanted: Tensor) -> float:
 def test_every_layer_but_the_head(format: str) -> None:
     model = build("llama", **WIDE)
     before = logits(model)
-    report = tilewright.quantize_(model, format)
+    report = tilewright.quantize_(model, format, **INPUTS.get(format, {}))
     cls = LAYERS.get(format, WeightOnlyLinear)
     changed = {path.rpartition(".")[2] for path, m in model.named_modules() if isinstance(m, cls)}
     assert changed == LINEARS
     assert report.counts() == {"quant": 7 * len(model.model.layers)}
     left = {row.path: row.text for row in report.rows if row.status == "left"}
     assert left == {"lm_head": "the head of a model, or tied to an embedding, stays as it is"}
-    assert 0 < relative(logits(model), before) < ERRORS[format]
+    assert 0 < relative(logits(model), before) < ERRORS[plain(format)]
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "mxfp8", "mxfp4", "nvfp4"])
@@ -106,6 +107,10 @@ def test_refusals() -> None:
         tilewright.quantize_(nn.Linear(512, 512), "int3")
     with pytest.raises(PatchError, match=r"(?s)nothing in Linear can be quantised to int4.*the model itself"):
         tilewright.quantize_(nn.Linear(512, 512))
+    with pytest.raises(InputError, match=r"is 'w8a8_int8_smooth', which is calibrated. Give inputs="):
+        tilewright.quantize_(nn.Linear(512, 512), "w8a8_int8_smooth")
+    with pytest.raises(PatchError, match="w8a8_int8_smooth is calibrated. Call"):
+        converted(nn.Linear(16, 16), "w8a8_int8_smooth")
     with pytest.raises(InputError, match="40 inputs; mxfp4 needs a multiple of 32"):
         WeightOnlyLinear.from_linear(nn.Linear(40, 32), "mxfp4")
     model = build("llama", **WIDE)
@@ -113,11 +118,11 @@ def test_refusals() -> None:
         tilewright.quantize_(model)
 
 
-@pytest.mark.parametrize("format", ["w8a8_int8", "mxfp4"])
+@pytest.mark.parametrize("format", ["w8a8_int8_smooth", "mxfp4", "int4_rotated"])
 def test_a_patch_is_verified_and_undone(format: str) -> None:
     model = build("llama", **WIDE)
     before, prints, linear = logits(model), fingerprint(model), model.model.layers[0].mlp.up_proj
-    with tilewright.patch(model, quant=format) as p:
+    with tilewright.patch(model, quant=format, **INPUTS.get(format, {})) as p:
         assert p.report().counts()["quant"] == 7 * len(model.model.layers)
         result = p.verify()
         assert result.passed and result.logits.narrow > 0

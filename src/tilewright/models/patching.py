@@ -16,7 +16,7 @@ from tilewright.models.report import OPS_OF_KIND, Report
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
 from tilewright.models.stand_in import planned_for
 from tilewright.models.training.comparison import judgement
-from tilewright.models.verification import Verification, compare
+from tilewright.models.verification import Verification, compare, keyword_inputs
 from tilewright.nn.weight_casts import WeightCasts
 
 
@@ -56,8 +56,8 @@ def patch(
     fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against
              the error that the same float8 makes in plain torch
-    quant    "int4", "int8", "mxfp4", "nvfp4", "mxfp8" or "w8a8_int8": also put linear layers into that format, as
-             `quantize_` does, beside their weights, which undo puts back; "fp8" is fp8=True.  Verified like float8
+    quant    a format of `quantize_` ("int4", "int4_rotated", "nvfp4", "w8a8_int8_smooth", ...): also put linear layers
+             into it, beside their weights, which undo puts back; "fp8" is fp8=True.  Verified like float8
 
     `copy.deepcopy`, `pickle`, `torch.compile` and `state_dict` of a patched model work; a copy stays patched when the
     original is undone. Hooks registered later on a norm that runs inside `add_rms_norm` or
@@ -70,7 +70,7 @@ def patch(
         raise InputError(f"mode={mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}.")
     allowed = _allowed(ops)
     if quant is not None:
-        quantise.check_format("quant", quant)
+        quantise.check_format("quant", quant, inputs is not None)
         if mode == "train" or fp8:
             raise InputError('quant= is for mode="inference", and in place of fp8=True.')
         fp8, quant = quant == "fp8", None if quant == "fp8" else quant
@@ -85,6 +85,8 @@ def patch(
     if empty := next((name for name, p in model.named_parameters() if p.is_meta), None):
         raise PatchError(f"{empty} is on the meta device: load the weights before patching.")
     patched = Patch(model, mode, allowed, backend, fp8, quant)
+    if patched._exchange is not None:
+        patched._exchange.calibrate(lambda: model(**keyword_inputs(model, inputs)))
     if not patched.report().counts():
         raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{patched.report()}")
     patched._apply(patched._swaps)
@@ -132,7 +134,7 @@ class Patch:
         rows = plan.rows if row is None else [*plan.rows, row]
         self._exchange = None if quant is None else quantise.Exchange(model, quant, backend=backend)
         if self._exchange is not None:
-            self._most = quantise.MOST[quant or ""]
+            self._most = quantise.MOST[quantise.plain(quant or "")]
             for linear in self._exchange.linears.values():
                 self._swaps.pop(linear, None)
             rows = [row for row in rows if row.kind != "linear" or row.path not in self._exchange.linears]

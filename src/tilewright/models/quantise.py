@@ -6,35 +6,53 @@ can be undone.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from tilewright.errors import InputError, PatchError
 from tilewright.models.fp8_linears import SMALLEST, heads
 from tilewright.models.report import Report, Row
 from tilewright.models.specialise import origin, patched_modules
+from tilewright.models.verification import keyword_inputs
 from tilewright.nn import int8_linear
 from tilewright.nn.fp8_linear import FP8Linear
+from tilewright.nn.rotation import unrotatable
+from tilewright.nn.smoothing import observed_amax, smoothing_factors
 from tilewright.nn.weight_only_linear import WeightOnlyLinear, unfit
 
-Format = Literal["int8", "int4", "fp8", "w8a8_int8", "mxfp8", "mxfp4", "nvfp4"]
+Format = Literal[
+    "int8", "int4", "fp8", "w8a8_int8", "mxfp8", "mxfp4", "nvfp4",
+    "int8_rotated", "int4_rotated", "w8a8_int8_rotated", "mxfp4_rotated", "nvfp4_rotated", "w8a8_int8_smooth",
+]  # fmt: skip
 FORMATS: tuple[str, ...] = get_args(Format)
-LAYERS: dict[str, type[nn.Module]] = {"fp8": FP8Linear, "w8a8_int8": int8_linear.Int8Linear}
+ROTATED, SMOOTH = "_rotated", "_smooth"
+"""Ends of formats: input and weight are rotated first; channels' ranges move into the weight by calibration."""
+LAYERS: dict[str, type[nn.Module]] = {
+    "fp8": FP8Linear,
+    **{format: int8_linear.Int8Linear for format in FORMATS if format.startswith("w8a8_int8")},
+}
 """Layers with activations of 8 bits; other formats are those of `nn.WeightOnlyLinear`."""
 MOST = {"int8": 0.25, "w8a8_int8": 0.25, "mxfp8": 0.25, "int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5}
-"""Largest relative error of logits that `patch(quant=)` accepts.  Numbers of 4 bits make 8 to 12 % of error a
-product of random numbers.
+"""Largest relative error of logits that `patch(quant=)` accepts, by plain format.  Numbers of 4 bits make 8 to 12 % of
+error a product of random numbers.
 """
 _UNIT = 16  # features: of float8 products
 
 
-def check_format(caller: str, format: str) -> None:
-    """Raise InputError for an unknown format."""
+def plain(format: str) -> str:
+    """The format of the numbers, without what is done before."""
+    return format.removesuffix(ROTATED).removesuffix(SMOOTH)
+
+
+def check_format(caller: str, format: str, calibrated: bool) -> None:
+    """Raise InputError for an unknown format, and for one that is calibrated where there is nothing to calibrate on."""
     if format not in FORMATS:
         raise InputError(f"{caller} is {format!r}; allowed are {', '.join(map(repr, FORMATS))}.")
+    if format.endswith(SMOOTH) and not calibrated:
+        raise InputError(f"{caller} is {format!r}, which is calibrated. Give inputs=, token ids or keyword arguments.")
 
 
 def quantize_(
@@ -44,6 +62,7 @@ def quantize_(
     filter: Callable[[str, nn.Linear], bool] | None = None,
     skip: tuple[str, ...] = (),
     smallest: int = SMALLEST,
+    inputs: Tensor | Mapping[str, Any] | None = None,
     backend: str | None = None,
 ) -> Report:
     """Exchange the linear layers of `model` for layers with weights in `format`, in place; says which, and why not.
@@ -52,10 +71,13 @@ def quantize_(
 
     format    "int4", "int8": integers with a scale for 128 of a row, activations stay in 16 bits; "mxfp4", "nvfp4",
               "mxfp8": numbers with a scale for 32 or 16; "fp8": e4m3 for weights and activations, as `nn.FP8Linear`;
-              "w8a8_int8": int8 for both, with a scale for each row, as `nn.Int8Linear`
+              "w8a8_int8": int8 for both, with a scale for each row, as `nn.Int8Linear`.  With "_rotated" at the end,
+              "int4_rotated", inputs and weights are rotated first by `ops.hadamard_transform` (QuaRot);
+              "w8a8_int8_smooth" divides channels by what calibration on `inputs` gives (SmoothQuant)
     filter    (path, layer) -> whether to take this layer
     skip      paths, or their last parts ("gate", "model.layers.0.mlp.down_proj"), that stay
     smallest  layers with fewer inputs or outputs stay
+    inputs    what "w8a8_int8_smooth" is calibrated on: token ids (B, S) or keyword arguments of the model
     backend   passed to every product as its strict choice
 
     The head, layers that share a weight with an embedding or another module, layers with hooks, subclasses of nn.Linear
@@ -66,10 +88,11 @@ def quantize_(
     Raises InputError for an unknown format, PatchError for a patched model, weights on the meta device, or where no
     layer can be exchanged.
     """
-    check_format("quantize_: format", format)
+    check_format("quantize_: format", format, inputs is not None)
     if already := next(patched_modules(model), None):
         raise PatchError(f"this model is patched ({already[0] or 'the model itself'}). Undo the patch first.")
     exchange = Exchange(model, format, filter=filter, skip=skip, smallest=smallest, backend=backend)
+    exchange.calibrate(lambda: model(**keyword_inputs(model, inputs)))
     exchange.apply(release=True)
     return exchange.report
 
@@ -111,6 +134,15 @@ class Exchange:
         if not self.linears:
             raise PatchError(f"nothing in {type(model).__name__} can be quantised to {format}:\n{self.report}")
 
+    def calibrate(self, run: Callable[[], object]) -> None:
+        """Make the layers of a format with divisors, from what their inputs are while `run()` calls the wide model."""
+        if not self._format.endswith(SMOOTH):
+            return
+        for path, amax in observed_amax(self.linears, run).items():
+            linear = self.linears[path]
+            factors = smoothing_factors(amax, linear.weight.detach().abs().amax(0))
+            self._layers[path] = converted(linear, self._format, self._backend, factors)
+
     def apply(self, *, release: bool = False) -> None:
         """Put the layers in place; those of an earlier call again.   release: let each wide layer go at once."""
         for path, linear in list(self.linears.items()):
@@ -149,13 +181,16 @@ def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, layer)
 
 
-def converted(linear: nn.Linear, format: str, backend: str | None = None) -> nn.Module:
-    """The layer that takes the place of `linear`."""
+def converted(linear: nn.Linear, format: str, backend: str | None = None, smooth: Tensor | None = None) -> nn.Module:
+    """The layer that takes the place of `linear`.   smooth: divisors of its input's channels."""
+    if format.endswith(SMOOTH) and smooth is None:
+        raise PatchError(f"{format} is calibrated. Call `calibrate` before the layers are put in place.")
+    rotate = format.endswith(ROTATED)
     if format == "fp8":
         return FP8Linear.from_linear(linear, frozen=True, backend=backend)
-    if format == "w8a8_int8":
-        return int8_linear.Int8Linear.from_linear(linear, backend=backend)
-    return WeightOnlyLinear.from_linear(linear, format, backend=backend)
+    if plain(format) == "w8a8_int8":
+        return int8_linear.Int8Linear.from_linear(linear, smooth=smooth, rotate=rotate, backend=backend)
+    return WeightOnlyLinear.from_linear(linear, plain(format), rotate=rotate, backend=backend)
 
 
 def _why_not(
@@ -187,9 +222,11 @@ def _why_not(
         return f"{module.in_features} inputs and {module.out_features} outputs; below {smallest} a layer stays"
     if format == "fp8" and (module.in_features % _UNIT or module.out_features % _UNIT):
         return f"{module.in_features} inputs and {module.out_features} outputs are not multiples of {_UNIT}"
-    if format == "w8a8_int8" and (reason := int8_linear.unfit(module.in_features)):
+    if plain(format) == "w8a8_int8" and (reason := int8_linear.unfit(module.in_features)):
         return reason
-    if format not in LAYERS and (reason := unfit(format, module.in_features)):
+    if format not in LAYERS and (reason := unfit(plain(format), module.in_features)):
+        return reason
+    if format.endswith(ROTATED) and (reason := unrotatable(module.in_features)):
         return reason
     if filter is not None and not filter(path, module):
         return "the filter leaves it"

@@ -82,7 +82,7 @@ def compare(
     unmasked positions count.   in_torch: inside it float8 products are torch's; None where nothing runs in float8.
     losses: how to judge the gradients of the loss without logits; None: do not compare it.
     """
-    kwargs = _keyword_inputs(model, inputs)
+    kwargs = keyword_inputs(model, inputs)
     with _evaluation_mode(model):
         with unpatched:
             try:
@@ -149,7 +149,8 @@ def random_tokens(model: nn.Module, batch: int = 4, length: int = 64) -> Tensor:
     return torch.randint(0, vocabulary, (batch, length), generator=generator)
 
 
-def _keyword_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any] | None) -> dict[str, Any]:
+def keyword_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Keyword arguments of a call of `model`, on its device; random tokens for None."""
     takes = list(inspect.signature(model.forward).parameters)
     if inputs is None:
         if "input_ids" not in takes:

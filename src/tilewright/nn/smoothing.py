@@ -4,7 +4,8 @@
 front by s makes the norm write x / s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,32 @@ def smoothing_factors(activation_amax: Tensor, weight_amax: Tensor, alpha: float
     factors = x_amax.pow(alpha) / w_amax.pow(1.0 - alpha)
     usable = (x_amax > 0) & (w_amax > 0) & factors.isfinite() & (factors > 0)
     return torch.where(usable, factors, 1.0)
+
+
+@torch.no_grad()
+def observed_amax(linears: Mapping[str, nn.Linear], run: Callable[[], object]) -> dict[str, Tensor]:
+    """Largest magnitude of each input channel, (K,) float32, of every layer while `run()` calls the model.
+
+    A layer that is not called has zeros.
+    """
+    amax = {path: torch.zeros(linear.in_features, device=linear.weight.device) for path, linear in linears.items()}
+
+    def watch(path: str) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["input"]
+            if x.numel():
+                largest = x.detach().abs().reshape(-1, x.shape[-1]).amax(0)
+                torch.maximum(amax[path], largest.to(torch.float32), out=amax[path])
+
+        return before
+
+    handles = [linear.register_forward_pre_hook(watch(path), with_kwargs=True) for path, linear in linears.items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return amax
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from tilewright.errors import InputError
 from tilewright.nn.fp8_linear import result_dtype
+from tilewright.nn.rotation import rotate as rotate_channels
+from tilewright.nn.rotation import rotated_weight, unrotatable
 from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
 from tilewright.ops.quant.dequantize_blocks import dequantize_blocks
 from tilewright.ops.quant.microscale import FORMATS
@@ -34,8 +36,9 @@ def unfit(format: str, in_features: int) -> str | None:
     return f"{in_features} inputs; {format} needs a multiple of {multiple}" if in_features % multiple else None
 
 
-def quantise(weight: Tensor, format: str) -> tuple[Tensor, ...]:
-    """Returns (q, scales), for nvfp4 (q, scales, tensor_scale), of a weight (N, K)."""
+def quantise(weight: Tensor, format: str, rotate: bool = False) -> tuple[Tensor, ...]:
+    """Returns (q, scales), for nvfp4 (q, scales, tensor_scale), of a weight (N, K), rotated first on demand."""
+    weight = rotated_weight(weight) if rotate else weight.detach()
     if format in FORMATS:
         return cast_to_blocks(weight, format=format)
     return quantize_weight(weight, bits=4 if format == "int4" else 8)
@@ -69,6 +72,8 @@ class WeightOnlyLinear(nn.Module):
     or autocast's.   Buffers q, scales and, of nvfp4, tensor_scale hold the weight and are what state_dict stores; they
     move with the module and keep their dtypes in `.to(dtype)`.  A state_dict with `weight` instead is quantised.
 
+    rotate: x and the weight are rotated before the weight is quantised (QuaRot): one `hadamard_transform` of x more.
+
     A gradient goes to x and bias, through torch's own product; the weight has none.
     backend: run the products on exactly this backend or raise BackendError.
     Raises InputError for unknown formats and for in_features that a format's blocks do not divide.
@@ -87,27 +92,30 @@ class WeightOnlyLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         format: str = "int4",
+        rotate: bool = False,
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self._initialise(nn.Linear(in_features, out_features, bias, device, dtype), format, backend)
+        self._initialise(nn.Linear(in_features, out_features, bias, device, dtype), format, rotate, backend)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, format: str = "int4", *, backend: str | None = None) -> Self:
+    def from_linear(
+        cls, linear: nn.Linear, format: str = "int4", *, rotate: bool = False, backend: str | None = None
+    ) -> Self:
         """A layer with the quantised weight of `linear`, whose bias it shares."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._initialise(linear, format, backend)
+        layer._initialise(linear, format, rotate, backend)
         return layer
 
-    def _initialise(self, linear: nn.Linear, format: str, backend: str | None) -> None:
-        if reason := unfit(format, linear.in_features):
+    def _initialise(self, linear: nn.Linear, format: str, rotate: bool, backend: str | None) -> None:
+        if reason := unfit(format, linear.in_features) or (rotate and unrotatable(linear.in_features)):
             raise InputError(f"WeightOnlyLinear: {reason}.")
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.format, self.backend = format, backend
+        self.format, self.rotate, self.backend = format, rotate, backend
         self.bias = linear.bias
         self.training = linear.training
-        parts = quantise(linear.weight.detach(), format)
+        parts = quantise(linear.weight, format, rotate)
         for name, part in zip(_NAMES, (*parts, None)[:3], strict=False):
             self.register_buffer(name, part)
 
@@ -116,20 +124,21 @@ class WeightOnlyLinear(nn.Module):
         return (self.q, self.scales) if self.tensor_scale is None else (self.q, self.scales, self.tensor_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The weight (out_features, in_features) that the layer multiplies by."""
+        """The weight (out_features, in_features) that the layer multiplies by; with `rotate` its input is rotated."""
         convert = dequantize_blocks if self.format in FORMATS else dequantize_weight
         result: Tensor = convert(*self.parts(), dtype=dtype)
         return result
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features) -> (..., out_features)."""
+        x = rotate_channels(x, self.backend) if self.rotate else x
         return weight_only_linear(x, self.parts(), self.bias, result_dtype(x), self.backend)
 
     def extra_repr(self) -> str:
         """Sizes and format, for `print(model)`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.format}"
+            f"format={self.format}{', rotate=True' if self.rotate else ''}"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -148,7 +157,7 @@ class WeightOnlyLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if isinstance(weight, Tensor):
-            parts = quantise(weight.detach().to(self.q.device), self.format)
+            parts = quantise(weight.to(self.q.device), self.format, self.rotate)
             named = {f"{prefix}{name}": part for name, part in zip(_NAMES, parts, strict=False)}
             state_dict = {**{key: t for key, t in state_dict.items() if key != f"{prefix}weight"}, **named}
             unexpected = args[3] if len(args) > 3 else []

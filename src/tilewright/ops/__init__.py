@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
     from tilewright.ops.quant.dequantize import dequantize
     from tilewright.ops.quant.dequantize_blocks import dequantize_blocks
+    from tilewright.ops.quant.hadamard_transform import hadamard_transform
     from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
     from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
     from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
@@ -125,6 +126,7 @@ __all__ = [
     "group_norm",
     "grouped_matmul",
     "groups_of_rows",
+    "hadamard_transform",
     "int8_matmul",
     "jsd",
     "k_grouped_matmul",
@@ -231,6 +233,7 @@ _FAMILIES = {
         "cast_to_blocks",
         "dequantize",
         "dequantize_blocks",
+        "hadamard_transform",
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",
         "per_tensor_cast_to_fp8",

@@ -14,7 +14,7 @@ from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, leaves, predict, self_us
 from tilewright.assistant.workload import Workload
 from tilewright.errors import PatchError
-from tilewright.models.quantise import Exchange
+from tilewright.models.quantise import Exchange, plain
 
 _BITS = {"int8": 8.125, "fp8": 8.0, "w8a8_int8": 8.0, "mxfp8": 8.25, "int4": 4.125, "mxfp4": 4.25, "nvfp4": 4.5}
 _FEW_ROWS = 64  # beyond it a product is not bound by the bytes of its weight
@@ -57,7 +57,7 @@ class QuantisedLinears:
             for cost in leaves(phase):
                 module = scene.model.get_submodule(cost.path)
                 if isinstance(module, nn.Linear) and cost.matmuls and cost.matmuls[0].m <= _FEW_ROWS:
-                    left = _BITS[self.format] / (8 * module.weight.dtype.itemsize)
+                    left = _BITS[plain(self.format)] / (8 * module.weight.dtype.itemsize)
                     saved += self_us(phase, [cost]) * max(0.0, 1 - left)
             return saved
 
@@ -66,7 +66,9 @@ class QuantisedLinears:
         )
 
     def apply(self, model: nn.Module, work: Workload) -> Exchanged:
-        return Exchanged(Exchange(model, self.format), self.format)
+        exchange = Exchange(model, self.format)
+        exchange.calibrate(lambda: work.forward(model))
+        return Exchanged(exchange, self.format)
 
 
 class Exchanged:
@@ -84,13 +86,20 @@ class Exchanged:
         self._exchange.undo(forget=True)
 
 
+_QUAROT = "Ashkboos et al., 'QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs', 2024"
 QUANTISED = (
     QuantisedLinears("int4", 0.03, "Frantar et al., 'GPTQ', 2022; Lin et al., 'AWQ', 2023"),
+    QuantisedLinears("int4_rotated", 0.03, _QUAROT),
     QuantisedLinears("nvfp4", 0.03, "NVIDIA, 'Pretraining Large Language Models with NVFP4', 2025"),
+    QuantisedLinears("nvfp4_rotated", 0.03, _QUAROT),
     QuantisedLinears("mxfp4", 0.03, "OCP Microscaling Formats (MX) Specification 1.0, 2023"),
+    QuantisedLinears("mxfp4_rotated", 0.03, _QUAROT),
     QuantisedLinears("int8", 0.005, "Dettmers et al., 'LLM.int8()', 2022"),
+    QuantisedLinears("int8_rotated", 0.005, _QUAROT),
     QuantisedLinears("fp8", 0.005, "Micikevicius et al., 'FP8 Formats for Deep Learning', 2022"),
-    QuantisedLinears("w8a8_int8", 0.005, "Xiao et al., 'SmoothQuant', 2022"),
+    QuantisedLinears("w8a8_int8", 0.005, "Dettmers et al., 'LLM.int8()', 2022"),
+    QuantisedLinears("w8a8_int8_smooth", 0.005, "Xiao et al., 'SmoothQuant', 2022"),
+    QuantisedLinears("w8a8_int8_rotated", 0.005, _QUAROT),
     QuantisedLinears("mxfp8", 0.005, "OCP Microscaling Formats (MX) Specification 1.0, 2023"),
 )
 """The forms of fewest bits first.  The limits are those of the wide model's perplexity."""
