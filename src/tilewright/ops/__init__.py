@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tilewright.ops.gemm.scaled_matmul import scaled_matmul
     from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
     from tilewright.ops.gemm.splitk_reduce import splitk_reduce
+    from tilewright.ops.gemm.symmetric_matmul import symmetric_matmul
     from tilewright.ops.kvcache.kv_append_ import kv_append_
     from tilewright.ops.kvcache.kv_block_table import kv_block_table
     from tilewright.ops.kvcache.kv_copy_pages_ import kv_copy_pages_
@@ -171,6 +172,7 @@ __all__ = [
     "swiglu",
     "swiglu_fp8",
     "swigluoai_and_mul",
+    "symmetric_matmul",
     "top_k",
     "topk_sigmoid",
     "topk_softmax",
@@ -204,6 +206,7 @@ _FAMILIES = {
         "scaled_matmul",
         "scaled_matmul_fp8",
         "splitk_reduce",
+        "symmetric_matmul",
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
     "loss": ("cross_entropy", "jsd", "kl_div", "linear_cross_entropy", "linear_jsd"),
