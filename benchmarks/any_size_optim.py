@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from any_size_draw import Draw, Model, Sizes
-from any_size_parts import floating, half, layer
+from any_size_parts import floating, half, layer, product_cost
 
 
 def adamw(draw: Draw, model: Model) -> Sizes:
@@ -23,3 +23,12 @@ def grad_norm(draw: Draw, model: Model) -> Sizes:
     """The gradient of a layer's weight."""
     part, n, k = layer(draw, model)
     return Sizes(part, {"shape": (n, k)}, floating(draw), elements=n * k)
+
+
+def symmetric_matmul(draw: Draw, model: Model) -> Sizes:
+    """The Gram matrix of a layer's weight by its shorter side, and a polynomial of one."""
+    part, n, k = layer(draw, model)
+    m, k = min(n, k), max(n, k)
+    if draw.chance(0.5):
+        return Sizes(part, {"M": m, "K": m, "c": True, "alpha": 2.0, "beta": -4.8}, half(draw), **product_cost(m, m, m))
+    return Sizes(part, {"M": m, "K": k}, half(draw), **product_cost(m, m, k))

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
     from tilewright.ops.norm.rms_norm_gated import rms_norm_gated
     from tilewright.ops.optim.adamw import adamw
+    from tilewright.ops.optim.adamw_8bit import adamw_8bit
     from tilewright.ops.optim.grad_norm import grad_norm
     from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
     from tilewright.ops.quant.dequantize import dequantize
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adamw",
+    "adamw_8bit",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "apply_penalties",
@@ -229,7 +231,7 @@ _FAMILIES = {
         "rms_norm_fp8",
         "rms_norm_gated",
     ),
-    "optim": ("adamw", "grad_norm"),
+    "optim": ("adamw", "adamw_8bit", "grad_norm"),
     "quant": (
         "cast_to_blocks",
         "dequantize",
