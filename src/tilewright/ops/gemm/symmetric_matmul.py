@@ -150,9 +150,10 @@ def check(args: SymmetricArgs) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, K, optional B, b (True: a product of two polynomials of a symmetric matrix, K = M), c, alpha, beta."""
+    """params: M, K, optional B, b (True: a product of two polynomials of a symmetric matrix, with M for K), c, alpha, beta."""
     g = rows.generator(seed)
-    batch, m, k = params.get("B", 1), params["M"], params["K"]
+    batch, m = params.get("B", 1), params["M"]
+    k = m if params.get("b") else params["K"]
     options = {name: params[name] for name in ("alpha", "beta") if name in params}
     if params.get("c"):
         c = rows.random_tensor((batch, m, m), dtype, device, g)
