@@ -14,7 +14,7 @@ from tilewright.ops import rows
 from tilewright.ops.gemm.dense.args import plain_args
 from tilewright.ops.gemm.dense.raw import refuses_out
 from tilewright.ops.gemm.dense.reference import product
-from tilewright.ops.gemm.operands import aligned, copyable
+from tilewright.ops.gemm.operands import Major, aligned, copyable, major_a
 
 OP = "symmetric_matmul"
 
@@ -110,9 +110,15 @@ def _mirrored(args: SymmetricArgs) -> Tensor:
 
 def bucket_of(args: SymmetricArgs) -> SymmetricBucket:
     """Returns the sizes and properties that a config is chosen by."""
-    a, other = args.a, args.a if args.b is None else args.b
+    a, b = args.a, args.a if args.b is None else args.b
     batch, m, k = a.shape
-    return SymmetricBucket(row_bucket(batch), hint(m), hint(k), int(aligned(a, other.mT, m, a.dtype)))
+    is_aligned = along_k(a, b) and aligned(a, b.mT, m, a.dtype)
+    return SymmetricBucket(row_bucket(batch), hint(m), hint(k), int(is_aligned))
+
+
+def along_k(a: Tensor, b: Tensor) -> bool:
+    """Returns whether TMA can read both along K: it takes a single column for a row."""
+    return major_a(a) is Major.K and major_a(b) is Major.K
 
 
 FORWARD = RawOp(
@@ -150,7 +156,7 @@ def check(args: SymmetricArgs) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, K, optional B, b (True: a product of two polynomials of a symmetric matrix, with M for K), c, alpha, beta."""
+    """params: M, K, optional B, c, alpha, beta, b (True: polynomials of one symmetric matrix, of M columns)."""
     g = rows.generator(seed)
     batch, m = params.get("B", 1), params["M"]
     k = m if params.get("b") else params["K"]

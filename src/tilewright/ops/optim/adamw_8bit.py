@@ -19,8 +19,8 @@ from tilewright.ops.optim.adamw_checks import (
     check_parameter,
     check_scalar,
 )
-from tilewright.ops.optim.dynamic_map import BLOCK, dequantise, quantise
-from tilewright.ops.optim.memory import is_dense, positions
+from tilewright.ops.optim.dynamic_map import BLOCK, from_codes, to_codes
+from tilewright.ops.optim.memory import is_dense
 from tilewright.ops.optim.rounding import random_words, round_stochastically
 
 OP = "adamw_8bit"
@@ -142,12 +142,12 @@ def reference(
 
 
 def _stepped(args: Adamw8bitArgs) -> tuple[Tensor, ...]:
-    kind, places = rows.accumulate_dtype(args.param.dtype), positions(args.param).flatten()
+    kind = rows.accumulate_dtype(args.param.dtype)
     g = args.grad.to(torch.float32)
     g = g if args.grad_scale is None else g / args.grad_scale.to(torch.float32).view(())
     g = -g if args.maximize else g
-    m = _average(args.exp_avg, args.exp_avg_scale, places, signed=True)
-    v = _average(args.exp_avg_sq, args.exp_avg_sq_scale, places, signed=False)
+    m = from_codes(args.exp_avg, args.exp_avg_scale, args.param, signed=True)
+    v = from_codes(args.exp_avg_sq, args.exp_avg_sq_scale, args.param, signed=False)
     m = m + (g - m) * (1 - args.beta1)
     v = v * args.beta2 + g * g * (1 - args.beta2)
 
@@ -161,23 +161,12 @@ def _stepped(args: Adamw8bitArgs) -> tuple[Tensor, ...]:
         words = random_words(args.param, args.seed, 2 * args.step.to(torch.int64))
         weight = round_stochastically(weight, words & 0xFFFF)
 
-    codes_m, scale_m = quantise(_ordered(m, places), signed=True)
-    codes_v, scale_v = quantise(_ordered(v, places), signed=False)
     old = args.param, args.exp_avg, args.exp_avg_scale, args.exp_avg_sq, args.exp_avg_sq_scale
-    new = weight, codes_m[places].view(m.shape), scale_m, codes_v[places].view(v.shape), scale_v
+    new = weight, *to_codes(m, args.param, signed=True), *to_codes(v, args.param, signed=False)
     results = tuple(_stored(args, before, after) for before, after in zip(old, new, strict=True))
     if args.copy_dtype == args.param.dtype:
         return (*results, weight.new_empty(0, dtype=args.copy_dtype))
     return (*results, results[0].to(args.param.dtype if args.param.dtype == torch.float64 else args.copy_dtype))
-
-
-def _average(codes: Tensor, scales: Tensor, places: Tensor, *, signed: bool) -> Tensor:
-    return dequantise(_ordered(codes, places), scales, signed)[places].view(codes.shape)
-
-
-def _ordered(t: Tensor, places: Tensor) -> Tensor:
-    """The elements of `t` (n,) in the order of param's memory."""
-    return torch.empty_like(places, dtype=t.dtype).scatter(0, places, t.flatten())
 
 
 def _stored(args: Adamw8bitArgs, old: Tensor, value: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Sample, Workload
 from tilewright.ops.optim import adamw_samples
-from tilewright.ops.optim.dynamic_map import quantise
-from tilewright.ops.optim.memory import positions
+from tilewright.ops.optim.dynamic_map import to_codes
 
 _NAMES = ("param", "grad", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "step")
 
@@ -24,9 +23,8 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
         grad.view(-1)[3], grad.view(-1)[-2] = torch.nan, torch.inf
     states: list[Tensor] = []
     for values, signed in ((exp_avg, True), (exp_avg_sq, False)):
-        places = positions(values).flatten()
-        codes, scales = quantise(values.new_empty(values.numel()).scatter(0, places, values.flatten()), signed)
-        states += [torch.empty_like(values, dtype=torch.uint8).copy_(codes[places].view(values.shape)), scales]
+        codes, scales = to_codes(values, param, signed)
+        states += [torch.empty_like(values, dtype=torch.uint8).copy_(codes), scales]
     return Sample((param, grad, *states, step), sample.kwargs)
 
 

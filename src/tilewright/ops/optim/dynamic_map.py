@@ -15,6 +15,8 @@ ordinal of a number is 2^e + k for cell k of the decade that has 2^e cells; that
 import torch
 from torch import Tensor
 
+from tilewright.ops.optim.memory import positions
+
 BLOCK = 256
 ZERO = {True: 127, False: 0}
 """Code of 0, with and without signs."""
@@ -71,3 +73,20 @@ def quantise(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         code = ordinal - 1
     code = torch.where(scales.isfinite()[:, None], code, 255)
     return code.to(torch.uint8).view(-1)[:n], scales
+
+
+def to_codes(values: Tensor, param: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """(codes of the shape of `values`, scales), of blocks in the order of param's memory."""
+    places = positions(param).flatten()
+    codes, scales = quantise(_ordered(values.to(torch.float32), places), signed)
+    return codes[places].view(values.shape), scales
+
+
+def from_codes(codes: Tensor, scales: Tensor, param: Tensor, signed: bool) -> Tensor:
+    """float32 values of the shape of `codes`."""
+    places = positions(param).flatten()
+    return dequantise(_ordered(codes, places), scales, signed)[places].view(codes.shape)
+
+
+def _ordered(t: Tensor, places: Tensor) -> Tensor:
+    return torch.empty_like(places, dtype=t.dtype).scatter(0, places, t.flatten())

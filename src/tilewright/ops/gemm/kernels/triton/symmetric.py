@@ -32,7 +32,7 @@ from tilewright.ops.gemm.kernels.triton.tiles import (
     vector_width_of_c,
 )
 from tilewright.ops.gemm.operands import copyable
-from tilewright.ops.gemm.symmetric_matmul import FORWARD, SymmetricArgs, SymmetricBucket
+from tilewright.ops.gemm.symmetric_matmul import FORWARD, SymmetricArgs, SymmetricBucket, along_k
 from tilewright.ops.rows import no_float64
 
 
@@ -90,7 +90,7 @@ def launch(outs: tuple[Tensor], args: SymmetricArgs, config: Config) -> None:
     arch = target_of(a)
     strides, descriptors = (*d.stride()[:2], *a.stride()[:2], *b.stride()[:2]), False
     # The bucket covers a and b; d may have strides of the caller
-    if config.descriptors and all(map(copyable, (d, a, b))) and has_descriptors(arch):
+    if config.descriptors and along_k(a, b) and all(map(copyable, (d, a, b))) and has_descriptors(arch):
         strides, descriptors = (*pitches(d, 1), *pitches(a, 1), *pitches(b, 1)), True
     stages, programs = _fitted(config, arch, a.element_size())
     tiles = triton.cdiv(m, config.block)
