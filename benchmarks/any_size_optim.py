@@ -19,6 +19,18 @@ def adamw(draw: Draw, model: Model) -> Sizes:
     return Sizes(part, params, floating(draw), elements=7 * n * k)
 
 
+def adamw_8bit(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight in one dtype, with a float32 master, or rounded at random."""
+    part, n, k = layer(draw, model)
+    kind = draw.pick(("plain", "master", "rounded"))
+    params = {"shape": (n, k), "rate": True}
+    if kind == "master":
+        return Sizes(part, {**params, "master": True}, half(draw), elements=6 * n * k)
+    if kind == "rounded":
+        return Sizes(part, {**params, "seed": 1}, torch.bfloat16, elements=4 * n * k)
+    return Sizes(part, params, floating(draw), elements=4 * n * k)
+
+
 def grad_norm(draw: Draw, model: Model) -> Sizes:
     """The gradient of a layer's weight."""
     part, n, k = layer(draw, model)
