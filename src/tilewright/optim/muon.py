@@ -12,7 +12,7 @@ from tilewright.ops import bmm, symmetric_matmul
 from tilewright.optim.gradients import with_gradients
 
 _BATCH = 1 << 28  # elements of the matrices that are made orthogonal at once: 512 MiB a temporary
-_FIRST, _NEXT = 3, 2  # iterations that multiply X once: of more, roundings of A grow until they are its small values
+_FIRST, _NEXT = 3, 2  # iterations that multiply X once; of more, roundings of A grow until they are its small values
 
 
 class Muon(torch.optim.Muon):
@@ -103,7 +103,7 @@ def orthogonal(x: Tensor, coefficients: Sequence[float], steps: int, eps: float)
     x = x.mT.contiguous() if tall else x
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x.div_(norm.clamp_(min=eps))
-    scale, wide, together = 1.0, x.shape[2] >= 2 * x.shape[1], _FIRST
+    scale, wide, together = 1.0, x.shape[2] >= 2 * x.shape[1], _FIRST if steps > _FIRST else _NEXT
     while steps > 0:
         count = min(together, steps) if wide else 1
         gram = symmetric_matmul(x, alpha=scale * scale)
