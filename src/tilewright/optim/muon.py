@@ -29,8 +29,8 @@ class Muon(torch.optim.Muon):
     lr:       a number, or a tensor of one, which is not read on the host.
 
     Matrices of equal shape and dtype are one batch, in bf16 with float32 sums.  Products that are symmetric are
-    `ops.symmetric_matmul`, on half of their tiles; where N is at least 2 M the first three iterations multiply X once,
-    and so do the next two.  The state, "momentum_buffer", is torch's.
+    `ops.symmetric_matmul`, on half of their tiles; where N is at least 2 M the first three of four or more iterations
+    multiply X once, and so do the next two.  The state, "momentum_buffer", is torch's.
     Raises InputError for parameters that are no matrices, sparse and sharded gradients; ValueError, as torch does, for
     numbers out of range.
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training", 2025; Ahn et al., "Dion", 2025
@@ -103,7 +103,8 @@ def orthogonal(x: Tensor, coefficients: Sequence[float], steps: int, eps: float)
     x = x.mT.contiguous() if tall else x
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x.div_(norm.clamp_(min=eps))
-    scale, wide, together = 1.0, x.shape[2] >= 2 * x.shape[1], _FIRST if steps > _FIRST else _NEXT
+    scale, together = 1.0, _FIRST
+    wide = x.shape[2] >= 2 * x.shape[1] and steps > _FIRST  # the last iteration evens out what the first ones round
     while steps > 0:
         count = min(together, steps) if wide else 1
         gram = symmetric_matmul(x, alpha=scale * scale)
