@@ -185,7 +185,7 @@ def test_averages_of_32_bits_become_8_and_8_become_32():
     with pytest.raises(KeyError, match="exp_avg"):
         train(foreign, theirs, [3])
     state = ours.state[params[1]]
-    before = from_codes(state["exp_avg_codes"], state["exp_avg_scale"], params[1], signed=True)
+    before = from_codes(state["exp_avg_codes"], state["exp_avg_scale"], signed=True)
     ours.param_groups[0] |= {"state_dtype": torch.float32, "betas": (1 - 1e-9, 0.999)}
     train(ours, params, [3])
     assert "exp_avg_codes" not in state and "exp_avg_scale" not in state

@@ -161,10 +161,10 @@ def _step_parameter(p: Tensor, state: dict[str, Any], options: dict[str, Any], h
     outs = (weight, *averages, *((p,) if has_master else ()))
     inputs = (weight, p.grad, *averages, state["step"])
     options["copy_dtype"] = p.dtype if has_master else None
-    op = adamw if len(averages) == 2 else adamw_8bit
-    if all(map(is_dense, outs)):
+    op, in_place = (adamw, is_dense) if len(averages) == 2 else (adamw_8bit, Tensor.is_contiguous)
+    if all(map(in_place, outs)):
         op(*inputs, **options, out=outs)
-    else:  # a parameter that is a part of another tensor
+    else:  # a parameter that is a part of another tensor, or in another order than its codes
         for t, result in zip(outs, op(*inputs, **options), strict=True):
             t.copy_(result)
 

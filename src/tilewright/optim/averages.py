@@ -37,9 +37,8 @@ def complete_averages(p: Tensor, state: dict[str, Any], state_dtype: torch.dtype
     for name, signed in _SIGNED.items():
         codes, scale = f"{name}_codes", f"{name}_scale"
         if has_codes and codes not in state:
-            made, state[scale] = to_codes(state.pop(name, torch.zeros_like(p)), p, signed)
-            state[codes] = torch.empty_like(p, dtype=torch.uint8, memory_format=torch.preserve_format).copy_(made)
+            state[codes], state[scale] = to_codes(state.pop(name, torch.zeros_like(p)), signed)
         elif not has_codes and name not in state:
             state[name] = torch.zeros_like(p, dtype=floats, memory_format=torch.preserve_format)
             if codes in state:
-                state[name].copy_(from_codes(state.pop(codes), state.pop(scale), p, signed))
+                state[name].copy_(from_codes(state.pop(codes), state.pop(scale), signed))

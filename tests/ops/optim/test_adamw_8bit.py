@@ -84,14 +84,17 @@ def test_kernels_have_the_reference_s_codes():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_follow_the_order_of_memory(backend):
-    param, grad, states = problem(600)
-    turned = [t.view(20, 30).t() if len(t) == 600 else t for t in (param, grad, *states)]
-    flat = adamw_8bit(param, grad, *states, torch.tensor(2.0), backend=backend)
-    results = adamw_8bit(*turned, torch.tensor(2.0), backend=backend)
-    copied = adamw_8bit(turned[0], turned[1].contiguous(), *turned[2:], torch.tensor(2.0), backend=backend)
-    for result, other, wanted in zip(results, copied, flat, strict=True):
-        assert torch.equal(result.t().reshape(-1), wanted) and torch.equal(result, other)
+def test_blocks_follow_the_order_of_elements(backend):
+    param, grad, states = problem(600, torch.bfloat16)
+    arguments = [t.view(20, 30) if len(t) == 600 else t for t in (param, grad, *states)]
+    turned = [t.t().contiguous().t() if t.dim() == 2 else t for t in arguments]
+    options = {"seed": torch.tensor(2), "backend": backend}
+    for other in (turned, [turned[0], arguments[1], *turned[2:]]):
+        results = adamw_8bit(*other, torch.tensor(2.0), **options)
+        assert all(map(torch.equal, results, adamw_8bit(*arguments, torch.tensor(2.0), **options)))
+    outs = (turned[0], *turned[2:])
+    adamw_8bit(*turned, torch.tensor(2.0), **options, out=outs)
+    assert all(map(torch.equal, outs, results))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -76,12 +76,13 @@ def adamw_8bit(
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
     """`adamw` whose averages m and v are codes of 8 bits: a number of the dynamic map times the scale of a block of 256
-    elements, neighbours in param's memory.  Returns the new param, both averages, each followed by its scales, and
-    param's copy if any.
+    elements, in the order of a contiguous param.  Returns the new param, both averages, each followed by its scales,
+    and param's copy if any.
 
     exp_avg, exp_avg_sq: uint8 of param's shape; code 127 of exp_avg and 0 of exp_avg_sq are 0.   exp_avg_scale,
     exp_avg_sq_scale: (ceil(elements / 256),) float32.   `ops/optim/dynamic_map.py` has the map and what is rounded how.
     out:        a tensor for each that is returned, each one run of memory: those of the arguments for a step in place.
+                Tensors that are not contiguous cost a copy.
     Everything else as in `adamw`.  The step uses the new averages before they are rounded to the nearest codes.
 
     Codes and scales have the same bits in every backend.  An average below 2.8e-7 (m) or 1.7e-7 (v) of the largest of
@@ -146,8 +147,8 @@ def _stepped(args: Adamw8bitArgs) -> tuple[Tensor, ...]:
     g = args.grad.to(torch.float32)
     g = g if args.grad_scale is None else g / args.grad_scale.to(torch.float32).view(())
     g = -g if args.maximize else g
-    m = from_codes(args.exp_avg, args.exp_avg_scale, args.param, signed=True)
-    v = from_codes(args.exp_avg_sq, args.exp_avg_sq_scale, args.param, signed=False)
+    m = from_codes(args.exp_avg, args.exp_avg_scale, signed=True)
+    v = from_codes(args.exp_avg_sq, args.exp_avg_sq_scale, signed=False)
     m = m + (g - m) * (1 - args.beta1)
     v = v * args.beta2 + g * g * (1 - args.beta2)
 
@@ -158,11 +159,11 @@ def _stepped(args: Adamw8bitArgs) -> tuple[Tensor, ...]:
     weight = weight - lr * args.weight_decay * weight
     weight = weight - lr / correction1 * m.to(kind) / (v.to(kind).sqrt() / correction2.sqrt() + args.eps)
     if args.seed is not None and args.param.dtype == torch.bfloat16:
-        words = random_words(args.param, args.seed, 2 * args.step.to(torch.int64))
+        words = random_words(args.param.contiguous(), args.seed, 2 * args.step.to(torch.int64))
         weight = round_stochastically(weight, words & 0xFFFF)
 
     old = args.param, args.exp_avg, args.exp_avg_scale, args.exp_avg_sq, args.exp_avg_sq_scale
-    new = weight, *to_codes(m, args.param, signed=True), *to_codes(v, args.param, signed=False)
+    new = weight, *to_codes(m, signed=True), *to_codes(v, signed=False)
     results = tuple(_stored(args, before, after) for before, after in zip(old, new, strict=True))
     if args.copy_dtype == args.param.dtype:
         return (*results, weight.new_empty(0, dtype=args.copy_dtype))
@@ -182,12 +183,11 @@ def blocks_of(param: Tensor) -> int:
 
 def _outputs(args: Adamw8bitArgs) -> tuple[OutputSpec, ...]:
     param, blocks = args.param, blocks_of(args.param)
-    strides = param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
-    codes = ((param.shape, torch.uint8, strides), ((blocks,), args.exp_avg_scale.dtype))
-    results: tuple[OutputSpec, ...] = ((param.shape, param.dtype, strides), *codes, *codes)
+    codes = ((param.shape, torch.uint8), ((blocks,), args.exp_avg_scale.dtype))
+    results: tuple[OutputSpec, ...] = ((param.shape, param.dtype), *codes, *codes)
     if args.copy_dtype == param.dtype:
         return (*results, ((0,), param.dtype))
-    return (*results, (param.shape, param.dtype if param.dtype == torch.float64 else args.copy_dtype, strides))
+    return (*results, (param.shape, param.dtype if param.dtype == torch.float64 else args.copy_dtype))
 
 
 FORWARD = RawOp(

@@ -4,9 +4,10 @@
 Decade i = 0 .. 6 is from 10^(i - 7) to 10^(i - 6), and has 2^i cells for each sign, or 2^(i + 1) without signs.  In
 ascending order of the numbers, signed code 127 and unsigned code 0 are 0; code 255 is 1, and -1 has no code.
 
-A block of 256 elements, neighbours in memory, has one scale, its largest magnitude: a code stands for its number times
-the scale.  The nearest number is chosen, of two equally near ones the larger magnitude, as float32 tells them apart.  A
-scale below 2^-126 is 0.  A block with a NaN or an infinity has it as its scale, and code 255 everywhere.
+A block of 256 elements, in the order of a contiguous tensor, has one scale, its largest magnitude: a code stands for
+its number times the scale.  The nearest number is chosen, of two equally near ones the larger magnitude, as float32
+tells them apart.  A scale below 2^-126 is 0.  A block with a NaN or an infinity has it as its scale, and code 255
+everywhere.
 
 Every step below is one float32 operation, without fused multiplications and additions: kernels repeat them.  The
 ordinal of a number is 2^e + k for cell k of the decade that has 2^e cells; that of 1 follows on the last.
@@ -14,8 +15,6 @@ ordinal of a number is 2^e + k for cell k of the decade that has 2^e cells; that
 
 import torch
 from torch import Tensor
-
-from tilewright.ops.optim.memory import positions
 
 BLOCK = 256
 ZERO = {True: 127, False: 0}
@@ -75,18 +74,12 @@ def quantise(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     return code.to(torch.uint8).view(-1)[:n], scales
 
 
-def to_codes(values: Tensor, param: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """(codes of the shape of `values`, scales), of blocks in the order of param's memory."""
-    places = positions(param).flatten()
-    codes, scales = quantise(_ordered(values.to(torch.float32), places), signed)
-    return codes[places].view(values.shape), scales
+def to_codes(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """(codes of the shape of `values`, contiguous, scales)."""
+    codes, scales = quantise(values.to(torch.float32).reshape(-1), signed)
+    return codes.view(values.shape), scales
 
 
-def from_codes(codes: Tensor, scales: Tensor, param: Tensor, signed: bool) -> Tensor:
+def from_codes(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """float32 values of the shape of `codes`."""
-    places = positions(param).flatten()
-    return dequantise(_ordered(codes, places), scales, signed)[places].view(codes.shape)
-
-
-def _ordered(t: Tensor, places: Tensor) -> Tensor:
-    return torch.empty_like(places, dtype=t.dtype).scatter(0, places, t.flatten())
+    return dequantise(codes.reshape(-1), scales, signed).view(codes.shape)
