@@ -65,8 +65,8 @@ def symmetric_matmul(
     if not isinstance(a, Tensor) or a.dim() not in (2, 3):
         raise InputError(f"{OP}: a is {_described(a)}; needs a tensor (M, K) or (B, M, K).")
     single = a.dim() == 2
-    tensors = [_batched(t) if single else t for t in (a, b, c)]
-    args = SymmetricArgs(*(_unit_columns(t) for t in tensors), alpha, beta)
+    a, b, c = (_unit_columns(_batched(t) if single else t) for t in (a, b, c))
+    args = SymmetricArgs(a, b, c, alpha, beta)
     if single and out is not None:
         call(CONTRACT, args, backend, _batched(out))
         return out

@@ -101,16 +101,16 @@ def adamw_8bit(
 
 def _raw_arguments(tensors: tuple[Any, ...], lr: Tensor | float, betas: Any, *numbers: Any) -> Adamw8bitArgs:
     """The arguments of the raw op.   tensors: all of them but the learning rate.   numbers: what follows betas."""
-    *first, grad_scale, found_inf = tensors
+    param, grad, m, m_scale, v, v_scale, step, seed, grad_scale, found_inf = tensors
     eps, weight_decay, maximize, copy_dtype = numbers
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise InputError(f"{OP}: betas is {betas!r}; needs two numbers in [0, 1).")
-    if not isinstance(first[0], Tensor):
-        raise InputError(f"{OP}: param is a {type(first[0]).__name__}; needs a torch.Tensor.")
+    if not isinstance(param, Tensor):
+        raise InputError(f"{OP}: param is a {type(param).__name__}; needs a torch.Tensor.")
     rate, number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     return Adamw8bitArgs(
-        *first, rate, grad_scale, found_inf,
-        number, betas[0], betas[1], eps, weight_decay, maximize, copy_dtype or first[0].dtype,
+        param, grad, m, m_scale, v, v_scale, step, seed, rate, grad_scale, found_inf,
+        number, betas[0], betas[1], eps, weight_decay, maximize, copy_dtype or param.dtype,
     )  # fmt: skip
 
 
