@@ -104,9 +104,9 @@ def orthogonal(x: Tensor, coefficients: Sequence[float], steps: int, eps: float)
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x.div_(norm.clamp_(min=eps))
     scale, together = 1.0, _FIRST
-    wide = x.shape[2] >= 2 * x.shape[1] and steps > _FIRST  # the last iteration evens out what the first ones round
+    is_wide = x.shape[2] >= 2 * x.shape[1] and steps > _FIRST  # the last iteration evens out what the first ones round
     while steps > 0:
-        count = min(together, steps) if wide else 1
+        count = min(together, steps) if is_wide else 1
         gram = symmetric_matmul(x, alpha=scale * scale)
         p = symmetric_matmul(gram, c=gram, alpha=c / a, beta=b / a)
         x = bmm(p, x, c=x) if count == 1 else bmm(_several(gram, p, coefficients, count), x)

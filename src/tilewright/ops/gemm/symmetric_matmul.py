@@ -167,8 +167,8 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     a = rows.random_tensor((batch, m, k), dtype, device, g, max(k, 1) ** -0.5)
     if not params.get("b"):
         return Sample((a,), options)
-    wide = a.to(rows.accumulate_dtype(dtype))
-    symmetric = wide + wide.mT
+    x_fp32 = a.to(rows.accumulate_dtype(dtype))
+    symmetric = x_fp32 + x_fp32.mT
     return Sample((symmetric.to(dtype), (symmetric @ symmetric + 0.5 * symmetric).to(dtype)), options)
 
 
