@@ -212,6 +212,6 @@ def _fitted(config: Config, arch: str, itemsize: int) -> tuple[int, int]:
     shared = SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
     stage, staging = 2 * config.block * config.block_k * itemsize, 2 * config.block**2 * itemsize
     in_registers = 0 if has_descriptors(arch) else 1  # operands come from registers, which hold the oldest stage
-    most = 2 if arch.startswith("gfx") else config.num_stages  # its scalar registers hold two
+    most = 2 if arch.startswith("gfx") else config.num_stages  # its scalar registers hold the masks of no more
     stages = max(1, min(most, (shared - staging) // stage + in_registers))
     return stages, max(1, shared // (stages * stage + staging))
