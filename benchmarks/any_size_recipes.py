@@ -27,7 +27,7 @@ from any_size_lowbits import (
 )
 from any_size_moe import fused_moe, fused_moe_bias, moe_align, moved_rows, topk_sigmoid, topk_softmax
 from any_size_norms import group_norm, layer_norm, norm, norm_fp8, rms_norm_gated
-from any_size_optim import adamw, grad_norm
+from any_size_optim import adamw, adamw_8bit, grad_norm, symmetric_matmul
 from any_size_parts import decoded, expert, floating, half, layer, part_of, product_cost, tokens
 from any_size_rope import apply_rope, qk_norm_rope
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
@@ -282,6 +282,7 @@ def dequantize(draw: Draw, model: Model) -> Sizes:
 
 RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "adamw": (1, adamw),
+    "adamw_8bit": (1, adamw_8bit),
     "add_rms_norm": (2, norm(4)),
     "add_rms_norm_fp8": (1, norm_fp8),
     "apply_penalties": (1, apply_penalties),
@@ -358,6 +359,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "swiglu": (1, activation),
     "swiglu_fp8": (1, activation_fp8),
     "swigluoai_and_mul": (1, swigluoai),
+    "symmetric_matmul": (1, symmetric_matmul),
     "top_k": (1, top_k),
     "topk_sigmoid": (1, topk_sigmoid),
     "topk_softmax": (1, topk_softmax),

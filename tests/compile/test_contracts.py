@@ -39,8 +39,8 @@ RELATED = {"sm_80": "sm_90", "sm_100": "sm_90", "gfx950": "gfx942"}
 SAMPLED = {"fmha", "fmha_varlen", "mla"}
 # The kernel, and bytes that a thread moves: in tiles of 32 queries and 64 keys of packed sequences, D = 128, the
 # fastest on an H200; in tiles of 64 keys of 576 numbers, 599 us on an H100 where 32 keys took 735.  Products with
-# transposed weights of 2880 columns spill only there, and were measured nowhere yet.  For the
-# others ptxas keeps to 64 or 128 registers of 255
+# transposed weights of 2880 columns spill only there, and were measured nowhere yet, as the masks of a tile and its
+# mirror, in AMD's scalar registers.  For the others ptxas keeps to 64 or 128 registers of 255
 MEASURED_SPILLS = {
     ("fmha_bwd", "sm_90"): ("keys_kernel", 16),
     ("fmha_varlen_bwd", "sm_90"): ("keys_kernel", 16),
@@ -49,6 +49,8 @@ MEASURED_SPILLS = {
     ("mla_decode", "sm_100"): ("attend_kernel", 24),
     ("fused_moe_bias", "sm_100"): ("grouped_rows_kernel", 28),
     ("fused_moe_bias_bwd", "sm_100"): ("grouped_rows_kernel", 28),
+    ("symmetric_matmul", "gfx942"): ("symmetric_kernel", 192),
+    ("symmetric_matmul", "gfx950"): ("symmetric_kernel", 192),
 }
 # The same for compilers that the ledger is not of, which schedule a few kernels otherwise (docs/versions.md)
 OTHER_COMPILERS_SPILLS = {

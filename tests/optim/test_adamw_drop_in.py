@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tilewright.errors import InputError
+from tilewright.ops.optim.dynamic_map import from_codes
 from tilewright.optim import AdamW
 
 TOLERANCE = {"rtol": 3e-6, "atol": 3e-7}
@@ -127,6 +128,68 @@ def test_a_checkpoint_continues_bit_for_bit(way):
         assert all(map(torch.equal, ours.state[p].values(), copied.state[q].values()))
     assert ours.state[params[0]]["master"].dtype == torch.float32
     assert ours.state[params[1]]["exp_avg"].dtype == torch.bfloat16
+
+
+def large(dtype=torch.float32):
+    """4096 elements and more: one in another order of memory, one a part of a tensor.  And a small parameter."""
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(64, 65, generator=g), torch.randn(70, 64, generator=g).t()]
+    tensors += [torch.randn(64, 140, generator=g)[:, ::2], torch.randn(4095, generator=g)]
+    return [nn.Parameter(t.to(dtype)) for t in tensors]
+
+
+def test_averages_of_8_bits_and_their_memory():
+    """Two steps of averages that are rounded once: the first is torch's, the second nearly."""
+    mine, theirs = large(), large()
+    ours, reference = AdamW(mine, lr=0.01, state_dtype=torch.uint8), torch.optim.AdamW(theirs, lr=0.01)
+    train(ours, mine, [0]), train(reference, theirs, [0])
+    assert_same(mine, theirs)
+    train(ours, mine, [1]), train(reference, theirs, [1])
+    for p, q in zip(mine, theirs, strict=True):
+        assert (p - q).norm() <= 0.02 * 0.01 * p.numel() ** 0.5
+    for p in mine[:3]:
+        states = [t for t in ours.state[p].values() if t.dim()]
+        assert sum(t.nbytes for t in states) / p.numel() == pytest.approx(2 + 8 / 256, rel=0.02)
+    assert ours.state[mine[3]]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True, "seed": 4}])
+def test_a_checkpoint_of_8_bits_continues_bit_for_bit(options):
+    params = large(torch.bfloat16)
+    ours = AdamW(params, state_dtype=torch.uint8, **options)
+    train(ours, params, range(2))
+    again = [nn.Parameter(p.detach().clone()) for p in params]
+    copied = AdamW(again)
+    copied.load_state_dict(ours.state_dict())
+    for optimizer, those in ((ours, params), (copied, again)):
+        train(optimizer, those, [2])
+    assert all(map(torch.equal, params, again))
+    assert all(map(torch.equal, ours.state[params[1]].values(), copied.state[again[1]].values()))
+
+
+def test_averages_of_32_bits_become_8_and_8_become_32():
+    params, theirs = large()[:2], large()[:2]
+    reference = torch.optim.AdamW(theirs, lr=0.01)
+    train(reference, theirs, range(2))
+    ours = AdamW(params, lr=0.01, state_dtype=torch.uint8)
+    ours.load_state_dict(copy.deepcopy(reference.state_dict()))
+    assert ours.param_groups[0]["state_dtype"] == torch.uint8
+    for p, q in zip(params, theirs, strict=True):
+        p.data.copy_(q.data)
+    train(ours, params, [2]), train(reference, theirs, [2])
+    assert "exp_avg" not in ours.state[params[0]] and ours.state[params[1]]["exp_avg_codes"].dtype == torch.uint8
+    for p, q in zip(params, theirs, strict=True):
+        assert (p - q).norm() <= 0.02 * 0.01 * p.numel() ** 0.5
+    foreign = torch.optim.AdamW(theirs)
+    foreign.load_state_dict(copy.deepcopy(ours.state_dict()))
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(foreign, theirs, [3])
+    state = ours.state[params[1]]
+    before = from_codes(state["exp_avg_codes"], state["exp_avg_scale"], signed=True)
+    ours.param_groups[0] |= {"state_dtype": torch.float32, "betas": (1 - 1e-9, 0.999)}
+    train(ours, params, [3])
+    assert "exp_avg_codes" not in state and "exp_avg_scale" not in state
+    torch.testing.assert_close(state["exp_avg"], before, rtol=1e-6, atol=1e-8)
 
 
 def test_small_steps_need_a_master_or_rounding_at_random():

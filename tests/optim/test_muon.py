@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from tilewright.errors import InputError
 from tilewright.optim import Muon
@@ -51,17 +52,48 @@ def test_steps_are_torch_s_within_bf16(dtype, options):
             q.data.copy_(p.data)
 
 
-def test_singular_values_become_about_one():
-    x = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(2))
+@pytest.mark.parametrize("shape", [(3, 40, 24), (2, 12, 60)])
+def test_singular_values_become_about_one(shape):
+    """The second is wide enough for several iterations at once."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
-    result = orthogonal(x.bfloat16(), COEFFICIENTS, 5, 1e-7).float()
+    result, scale = orthogonal(x.bfloat16(), COEFFICIENTS, 5, 1e-7)
     assert result.shape == x.shape
-    inner = u.mT @ result @ vh.mT
+    inner = u.mT @ (result.float() * scale) @ vh.mT
     assert ((inner.diagonal(dim1=1, dim2=2) - 0.95).abs() < 0.35).all()
     assert (inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))).abs().max() < 0.05
-    assert torch.equal(
-        orthogonal(torch.zeros(1, 4, 3).bfloat16(), COEFFICIENTS, 5, 1e-7), torch.zeros(1, 4, 3).bfloat16()
-    )
+    zeros = torch.zeros(1, 4, 3).bfloat16()
+    assert torch.equal(orthogonal(zeros.clone(), COEFFICIENTS, 5, 1e-7)[0], zeros)
+
+
+def spectra():
+    """Matrices whose singular values are alike, equal, over five decades, and eight with noise."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(48, 200, generator=g)
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    few = torch.randn(48, 8, generator=g) @ torch.randn(8, 200, generator=g)
+    return [x, x.T, x[:, :48], vh, u @ torch.logspace(0, -5, 48).diag() @ vh, few + 1e-3 * x]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_iterations_round_no_more_than_twice_as_much_as_torch_s(steps):
+    a, b, c = COEFFICIENTS
+    for matrix in spectra():
+        x = matrix.bfloat16()
+        exact = x.double() / x.double().norm()
+        for _ in range(steps):
+            gram = exact @ exact.T
+            exact = a * exact + (b * gram + c * gram @ gram) @ exact
+        theirs = _zeropower_via_newtonschulz(x.float(), COEFFICIENTS, steps, 1e-7).double()
+        mine, scale = orthogonal(x[None].clone(), COEFFICIENTS, steps, 1e-7)
+        assert (mine[0].double() * scale - exact).norm() <= 2 * (theirs - exact).norm()
+
+
+def test_many_iterations_do_not_leave_the_range():
+    """a to the power of 60 is above 10^32: factors are multiplied in before that."""
+    result, scale = orthogonal(torch.eye(6).bfloat16()[None] * 3, COEFFICIENTS, 60, 1e-7)
+    values = torch.linalg.svdvals(result.float() * scale)
+    assert ((values > 0.6) & (values < 1.25)).all()
 
 
 def test_a_batch_gives_what_each_matrix_gives_alone():
@@ -101,6 +133,7 @@ def test_what_is_refused_is_named():
     for options, match in [
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'; needs 'original'"),
         ({"ns_steps": 100}, "ns_steps 0 to 99"),
+        ({"ns_coefficients": (0.0, 1.0, 1.0)}, r"ns_coefficients\[0\] is 0"),
     ]:
         with pytest.raises(InputError, match=match):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], **options})

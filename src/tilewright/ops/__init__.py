@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tilewright.ops.gemm.scaled_matmul import scaled_matmul
     from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
     from tilewright.ops.gemm.splitk_reduce import splitk_reduce
+    from tilewright.ops.gemm.symmetric_matmul import symmetric_matmul
     from tilewright.ops.kvcache.kv_append_ import kv_append_
     from tilewright.ops.kvcache.kv_block_table import kv_block_table
     from tilewright.ops.kvcache.kv_copy_pages_ import kv_copy_pages_
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
     from tilewright.ops.norm.rms_norm_gated import rms_norm_gated
     from tilewright.ops.optim.adamw import adamw
+    from tilewright.ops.optim.adamw_8bit import adamw_8bit
     from tilewright.ops.optim.grad_norm import grad_norm
     from tilewright.ops.quant.cast_to_blocks import cast_to_blocks
     from tilewright.ops.quant.dequantize import dequantize
@@ -97,6 +99,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adamw",
+    "adamw_8bit",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "apply_penalties",
@@ -173,6 +176,7 @@ __all__ = [
     "swiglu",
     "swiglu_fp8",
     "swigluoai_and_mul",
+    "symmetric_matmul",
     "top_k",
     "topk_sigmoid",
     "topk_softmax",
@@ -206,6 +210,7 @@ _FAMILIES = {
         "scaled_matmul",
         "scaled_matmul_fp8",
         "splitk_reduce",
+        "symmetric_matmul",
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
     "loss": ("cross_entropy", "jsd", "kl_div", "linear_cross_entropy", "linear_jsd"),
@@ -228,7 +233,7 @@ _FAMILIES = {
         "rms_norm_fp8",
         "rms_norm_gated",
     ),
-    "optim": ("adamw", "grad_norm"),
+    "optim": ("adamw", "adamw_8bit", "grad_norm"),
     "quant": (
         "cast_to_blocks",
         "dequantize",

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import InputError
-from tilewright.ops import adamw
+from tilewright.ops import adamw, adamw_8bit
 from tilewright.ops.optim.memory import is_dense
+from tilewright.optim.averages import complete_averages, names_of_averages, state_dtypes
 from tilewright.optim.gradients import with_gradients
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -18,7 +19,8 @@ _REFUSED = {"amsgrad": "its maximum is a third state", "differentiable": "a step
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, whose step of a parameter is one launch of `ops.adamw`, in float32 whatever the dtype.
+    """`torch.optim.AdamW`, whose step of a parameter is one launch of `ops.adamw` or `ops.adamw_8bit`, in float32
+    whatever the dtype.
 
     params:   bf16|fp16|fp32 parameters, or groups of them; gradients have their dtypes.
     lr, betas, eps, weight_decay, maximize: as torch's.  lr may be a tensor of one float32.
@@ -28,12 +30,15 @@ class AdamW(torch.optim.AdamW):
     master_weights: a float32 copy of each parameter of 16 bits is its value; the parameter is that, rounded.
     stochastic_rounding: parameters without master and states in bf16 are rounded at random, right in the mean, by bits
               of Philox for (seed, number of the parameter, step, element): the same in every run.
-    state_dtype: torch.float32, or torch.bfloat16, which wants stochastic_rounding: to the nearest, an average that
-              changes by less than a 256th of itself in a step does not change.
+    state_dtype: torch.float32; torch.bfloat16, which wants stochastic_rounding: to the nearest, an average that changes
+              by less than a 256th of itself in a step does not change; or torch.uint8: codes of the dynamic map and a
+              scale for 256 elements, for parameters of 4096 elements and more.
     seed:     0 to 2^31 - 1.
 
     All of them are options of groups.  State: "step", "exp_avg" and "exp_avg_sq", as torch's, then "master" and "seed":
-    either class loads the other's state_dict; states keep their precision here.  With a `torch.amp.GradScaler` the step
+    either class loads the other's state_dict; states keep their precision here.  Averages of 8 bits are
+    "exp_avg_codes", "exp_avg_scale", "exp_avg_sq_codes" and "exp_avg_sq_scale", which torch's does not take; loaded
+    averages become what state_dtype says in the next step.  With a `torch.amp.GradScaler` the step
     divides by its scale, and leaves everything as it was after an overflow, without a host synchronisation.
     Raises InputError for amsgrad, differentiable, sparse and sharded gradients, before anything is written.
     """
@@ -93,7 +98,7 @@ class AdamW(torch.optim.AdamW):
         names = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         for name, (p, group) in zip(names, self._parameters(), strict=True):
             for key, value in loaded["state"].get(name, {}).items():
-                dtype = _state_dtype(key, group)
+                dtype = state_dtypes(group["state_dtype"]).get(key)
                 if dtype is not None:
                     self.state[p][key] = torch.as_tensor(value).detach().to(p.device, dtype, copy=True)
 
@@ -126,8 +131,7 @@ class AdamW(torch.optim.AdamW):
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(p, dtype=group["state_dtype"], memory_format=torch.preserve_format)
+        complete_averages(p, state, group["state_dtype"])
         if group["master_weights"] and p.dtype in _HALF and "master" not in state:
             state["master"] = p.detach().to(torch.float32)
         if group["stochastic_rounding"] and "seed" not in state:
@@ -153,13 +157,15 @@ class AdamW(torch.optim.AdamW):
 
 def _step_parameter(p: Tensor, state: dict[str, Any], options: dict[str, Any], has_master: bool) -> None:
     weight = state["master"] if has_master else p
-    outs = (weight, state["exp_avg"], state["exp_avg_sq"], *((p,) if has_master else ()))
-    inputs = (weight, p.grad, *outs[1:3], state["step"])
+    averages = tuple(state[name] for name in names_of_averages(state))
+    outs = (weight, *averages, *((p,) if has_master else ()))
+    inputs = (weight, p.grad, *averages, state["step"])
     options["copy_dtype"] = p.dtype if has_master else None
-    if all(map(is_dense, outs)):
-        adamw(*inputs, **options, out=outs)
-    else:  # a parameter that is a part of another tensor
-        for t, result in zip(outs, adamw(*inputs, **options), strict=True):
+    op, in_place = (adamw, is_dense) if len(averages) == 2 else (adamw_8bit, Tensor.is_contiguous)
+    if all(map(in_place, outs)):
+        op(*inputs, **options, out=outs)
+    else:  # a parameter that is a part of another tensor, or in another order than its codes
+        for t, result in zip(outs, op(*inputs, **options), strict=True):
             t.copy_(result)
 
 
@@ -170,20 +176,14 @@ def _on_device(lr: float | Tensor, device: torch.device) -> Tensor:
     return torch.full((), lr, dtype=torch.float32, device=device)
 
 
-def _state_dtype(key: str, group: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of a state of this name; None for one that is not this class's."""
-    if key in ("exp_avg", "exp_avg_sq"):
-        dtype: torch.dtype = group["state_dtype"]
-        return dtype
-    return {"step": torch.float32, "master": torch.float32, "seed": torch.int64}.get(key)
-
-
 def _check_options(options: dict[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if options.get(name):
             raise InputError(f"AdamW: {name}=True; needs False: {reason}. Use torch.optim.AdamW for it.")
-    if options.get("state_dtype", torch.float32) not in (torch.float32, torch.bfloat16):
-        raise InputError(f"AdamW: state_dtype is {options['state_dtype']}; needs torch.float32 or torch.bfloat16.")
+    if options.get("state_dtype", torch.float32) not in (torch.float32, torch.bfloat16, torch.uint8):
+        raise InputError(
+            f"AdamW: state_dtype is {options['state_dtype']}; needs torch.float32, torch.bfloat16 or torch.uint8."
+        )
     seed = options.get("seed", 0)
     if not isinstance(seed, int) or not 0 <= seed < 1 << 31:
         raise InputError(f"AdamW: seed is {seed!r}; needs an integer from 0 to 2^31 - 1.")

@@ -12,7 +12,13 @@ from tilewright.dispatch.targets import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.optim import adamw_samples
-from tilewright.ops.optim.adamw_checks import check_no_derivative, check_numbers, check_parameter, check_scalar
+from tilewright.ops.optim.adamw_checks import (
+    check_no_derivative,
+    check_numbers,
+    check_parameter,
+    check_scalar,
+    check_states,
+)
 from tilewright.ops.optim.memory import is_dense
 from tilewright.ops.optim.rounding import random_words, round_stochastically
 
@@ -193,7 +199,8 @@ FORWARD = RawOp(
 def check(args: AdamwArgs) -> None:
     """Raise InputError for what the docstring of `adamw` excludes."""
     check_numbers(OP, args.lr, args.beta1, args.beta2, args.eps, args.weight_decay)
-    check_parameter(OP, args.param, args.grad, args.exp_avg, args.exp_avg_sq, args.copy_dtype)
+    check_parameter(OP, args.param, args.grad, args.copy_dtype, exp_avg=args.exp_avg, exp_avg_sq=args.exp_avg_sq)
+    check_states(OP, args.exp_avg, args.exp_avg_sq)
     for name in ("step", "lr", "grad_scale", "found_inf"):
         check_scalar(OP, name, getattr(args, "rate" if name == "lr" else name), args.param)
     check_scalar(OP, "seed", args.seed, args.param, torch.int64)

@@ -21,11 +21,9 @@ def check_numbers(op: str, lr: float, beta1: float, beta2: float, eps: float, we
             raise InputError(f"{op}: {name} is {number}; needs a number in [0, 1).")
 
 
-def check_parameter(
-    op: str, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy_dtype: torch.dtype
-) -> None:
+def check_parameter(op: str, param: Tensor, grad: Tensor, copy_dtype: torch.dtype, **states: Tensor) -> None:
     """Raise InputError unless all are tensors of one shape and device, in dtypes that go together."""
-    for name, t in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+    for name, t in (("grad", grad), *states.items()):
         if not isinstance(t, Tensor):
             raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a torch.Tensor.")
         if t.shape != param.shape or t.device != param.device:
@@ -42,10 +40,30 @@ def check_parameter(
         )
     if grad.dtype not in (param.dtype, copy_dtype):
         raise InputError(f"{op}: grad is {grad.dtype}; needs {param.dtype}, param's, or copy_dtype. Cast it first.")
+
+
+def check_states(op: str, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """Raise InputError unless both averages have one dtype of floating-point numbers."""
     if exp_avg.dtype not in _STATES or exp_avg_sq.dtype != exp_avg.dtype:
         raise InputError(
             f"{op}: exp_avg is {exp_avg.dtype}, exp_avg_sq {exp_avg_sq.dtype}; both must be float32, or both bfloat16."
         )
+
+
+def check_codes(op: str, blocks: int, **states: Tensor) -> None:
+    """Raise InputError unless averages are codes, whose shapes are checked already, and their scales one a block."""
+    device = states["exp_avg"].device
+    for name, t in states.items():
+        if not name.endswith("_scale"):
+            if t.dtype != torch.uint8:
+                raise InputError(f"{op}: {name} is {t.dtype}; needs torch.uint8, codes of the dynamic map.")
+        elif not isinstance(t, Tensor):
+            raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a torch.Tensor.")
+        elif t.dtype not in _MASTERS or tuple(t.shape) != (blocks,) or t.device != device:
+            raise InputError(
+                f"{op}: {name} is {tuple(t.shape)} {t.dtype} on {t.device}; needs ({blocks},) torch.float32 on "
+                f"{device}, one for 256 elements."
+            )
 
 
 def check_scalar(op: str, name: str, t: Tensor | None, param: Tensor, dtype: torch.dtype = torch.float32) -> None:
