@@ -20,7 +20,7 @@ from tilewright.ops.attention.kernels.triton.paged import places
 from tilewright.ops.attention.kernels.triton.paged.launch import Tile, why_not_widths
 from tilewright.ops.attention.paged.args import HEAD_SCALES, PagedBucket
 
-CONFIGS = fmha_decode.CONFIGS
+CONFIGS = tuple(tile for tile in fmha_decode.CONFIGS if tile.num_stages <= 3)  # without pages
 
 
 def _why_not(sizes: FmhaFp8Bucket) -> str | None:

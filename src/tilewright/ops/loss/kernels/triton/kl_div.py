@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel, target_of
-from tilewright.ops.exponential import exp, log, log_of_normal
+from tilewright.ops.exponential import exp, log_of_normal
 from tilewright.ops.loss.kernels.triton.sum_rows import sum_parts
 from tilewright.ops.loss.kl_div import BACKWARD, FORWARD, KlDivArgs, KlDivBackwardArgs, divisor
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
@@ -70,8 +70,7 @@ def _kl_div_kernel(
         if is_small:
             loss = t_fp32 * (log_of_normal(tl.maximum(t_fp32, _LEAST)) - x_fp32)
         else:
-            log_t = log(t_fp32) if PRECISE else tl.log(t_fp32)
-            loss = tl.where(t_fp32 == 0.0, 0.0, t_fp32 * log_t) - t_fp32 * x_fp32
+            loss = tl.where(t_fp32 == 0.0, 0.0, t_fp32 * tl.log(t_fp32)) - t_fp32 * x_fp32
     if REDUCE:
         tl.store(losses + tl.program_id(0), tl.sum(tl.where(mask, loss, 0.0), 0))
     else:
