@@ -20,7 +20,10 @@ from tilewright.ops.attention.kernels.triton.paged import places
 from tilewright.ops.attention.kernels.triton.paged.launch import Tile, why_not_widths
 from tilewright.ops.attention.paged.args import HEAD_SCALES, PagedBucket
 
-CONFIGS = tuple(tile for tile in fmha_decode.CONFIGS if tile.num_stages <= 3)  # without pages
+_ROWS = 32  # of a tile of unaligned keys: with 64 the kernel spills
+CONFIGS = tuple(  # without pages
+    tile for tile in fmha_decode.CONFIGS if tile.num_stages == 3 or (tile.num_stages == 1 and tile.block_m <= _ROWS)
+)
 
 
 def _why_not(sizes: FmhaFp8Bucket) -> str | None:
@@ -36,7 +39,10 @@ def _as_paged(sizes: FmhaFp8Bucket) -> PagedBucket:
 
 def configure(sizes: FmhaFp8Bucket, dtype: torch.dtype) -> Tile | None:
     """The configuration of `fmha_decode` for the same problem over a cache."""
-    return None if _why_not(sizes) else fmha_decode.configure(_as_paged(sizes), torch.float16)
+    if _why_not(sizes):
+        return None
+    tile = fmha_decode.configure(_as_paged(sizes), torch.float16)
+    return tile if sizes.aligned else tile._replace(block_m=min(tile.block_m, _ROWS))
 
 
 def candidates(sizes: FmhaFp8Bucket, dtype: torch.dtype) -> tuple[Tile, ...]:
