@@ -118,9 +118,7 @@ def fitted(tile: Tile, args: PagedArgs) -> Tile:
     return tile
 
 
-def launch(
-    outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form, q_scale: Tensor | None = None
-) -> None:
+def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form, q_scale: Tensor | None = None) -> None:
     """Attend, and combine what was split.   q_scale: (B, H) of e4m3 queries; then scales of keys are (B, H_kv)."""
     (o, lse), k, v = outs, as_stored(args.k_cache), as_stored(args.v_cache)
     q = args.q if q_scale is None else as_stored(args.q)
