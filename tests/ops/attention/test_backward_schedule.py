@@ -52,9 +52,9 @@ def test_the_choice_is_near_the_best_measured(case):
 
 @pytest.mark.parametrize(
     ("kv_heads", "group", "keys", "expected"),
-    [(4, 4, 92, 4), (8, 1, 92, 1), (4, 7, 1024, 1), (4, 7, 512, 7), (8, 4, 1024, 2), (8, 4, 32768, 1), (4, 4, 0, 4)],
+    [(4, 4, 92, 4), (8, 1, 92, 1), (4, 7, 1024, 7), (4, 7, 512, 7), (8, 4, 1024, 2), (8, 4, 1600, 1), (8, 4, 32768, 1)],
 )
-def test_packed_keys_give_each_multiprocessor_at_most_one_item(kv_heads, group, keys, expected):
+def test_how_many_parts_of_packed_keys(kv_heads, group, keys, expected):
     assert divisions.parts_of_packed(kv_heads, group, keys, 132) == expected
 
 

@@ -63,11 +63,13 @@ def parts(
 
 
 def parts_of_packed(kv_heads: int, group: int, keys: int, sms: int) -> int:
-    """The same for packed sequences, of which the host knows no lengths: as many parts as give each multiprocessor at
-    most one item.
+    """The same for packed sequences, of which the host knows no lengths, where items are fewer than multiprocessors:
+    the fewest query heads one after another, in rounds of items of equal work.
     """
     items = kv_heads * -(-keys // KEYS)
-    return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or items * n <= sms))
+    if items >= sms:
+        return 1
+    return min((n for n in range(1, group + 1) if group % n == 0), key=lambda n: (-(-items * n // sms) * group // n, n))
 
 
 def _rounds(steps: list[int], copies: int, heads: int, causal: bool, sms: int) -> float:
