@@ -24,7 +24,8 @@ _ROWS = 32  # of a tile of unaligned keys: with 64 the kernel spills
 CONFIGS = (
     *(Tile(m, 32, 4, 1) for m in (16, 32)),
     *(Tile(m, 128, 4, 3) for m in (16, 32, 64)),
-    *(Tile(m, 64, 8 if m == 64 else 4, 3) for m in (16, 32, 64)),
+    Tile(16, 64, 4, 3),
+    *(Tile(m, 32, 8 if m == 64 else 4, 3) for m in (32, 64)),
 )
 
 
@@ -40,7 +41,7 @@ def _as_paged(sizes: FmhaFp8Bucket) -> PagedBucket:
 
 
 def configure(sizes: FmhaFp8Bucket, dtype: torch.dtype) -> Tile | None:
-    """Twice the keys of the tile of `fmha_decode`, as many bytes.  On an H200 (1, 8, 1 x 65536, 128) takes 54.4 us,
+    """Twice the keys of the tile of `fmha_decode`, as many bytes, where registers hold them.  On an H200 (1, 8, 1 x 65536, 128) takes 54.4 us,
     61.3 with as many keys; (16, 40/8, 5 x 1500, 128) 48.4 and 58.8; (1, 16/2, 1 x 32768, 256) 26.8 and 28.1.
     """
     if _why_not(sizes):
@@ -48,7 +49,8 @@ def configure(sizes: FmhaFp8Bucket, dtype: torch.dtype) -> Tile | None:
     tile = fmha_decode.configure(_as_paged(sizes), torch.float16)
     if not sizes.aligned:
         return tile._replace(block_m=min(tile.block_m, _ROWS))
-    return tile._replace(block_n=2 * tile.block_n)
+    spills = max(sizes.D, sizes.D_v) > 128 and tile.block_m > 16
+    return tile if spills else tile._replace(block_n=2 * tile.block_n)
 
 
 def candidates(sizes: FmhaFp8Bucket, dtype: torch.dtype) -> tuple[Tile, ...]:

@@ -26,7 +26,6 @@ from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
 
 _HELD = 4096  # columns of a row that is read once
-_FEW_ROWS = 128  # that give a multiprocessor at most one program
 
 
 class Config(NamedTuple):
@@ -42,8 +41,8 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     if bucket.N <= _HELD:
         return _of_columns(triton.next_power_of_2(bucket.N))
     # Eight columns a thread of a long row spill on sm_100.  H200, 2026-11, bf16, beta 0.5, with 8, 16 and 32 warps:
-    # 27 x 32000 36.2, 24.4, 20.6 us; 128 x 32000 36.8, 25.0, 21.2; 1024 x 131072 503, 468, 523
-    return Config(4096, 32) if bucket.M <= _FEW_ROWS else Config(2048, 16)
+    # 27 x 32000 36.2, 24.4, 20.6 us; 1024 x 131072 503, 468, 523; AMD's GPUs have no block of 32 wavefronts
+    return Config(2048, 16)
 
 
 def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> Config:
@@ -60,7 +59,7 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
 
 
 _WIDTHS = tuple(1 << k for k in range(18))
-CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(m, n), torch.bfloat16) for m in (1, 4096) for n in _WIDTHS))
+CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(1, n), torch.bfloat16) for n in _WIDTHS))
 BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(1, n), torch.bfloat16) for n in _WIDTHS))
 
 
