@@ -41,8 +41,10 @@ def _as_paged(sizes: FmhaFp8Bucket) -> PagedBucket:
 
 
 def configure(sizes: FmhaFp8Bucket, dtype: torch.dtype) -> Tile | None:
-    """Twice the keys of the tile of `fmha_decode`, as many bytes, where registers hold them.  On an H200 (1, 8, 1 x 65536, 128) takes 54.4 us,
-    61.3 with as many keys; (16, 40/8, 5 x 1500, 128) 48.4 and 58.8; (1, 16/2, 1 x 32768, 256) 26.8 and 28.1.
+    """Twice the keys of the tile of `fmha_decode`, as many bytes, where registers hold them.
+
+    On an H200 (1, 8, 1 x 65536, 128) takes 54.4 us, 61.3 with as many keys; (16, 40/8, 5 x 1500, 128) 48.4 and 58.8;
+    (1, 16/2, 1 x 32768, 256) 26.8 and 28.1.
     """
     if _why_not(sizes):
         return None
