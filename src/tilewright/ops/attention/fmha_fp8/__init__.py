@@ -115,7 +115,7 @@ FORWARD = RawOp(
     "fwd",
     FmhaFp8Args,
     package="tilewright.ops.attention",
-    kernels=("sm90.fp8_forward", "triton.fp8_few_queries", "triton.fp8"),
+    kernels=("sm90.fp8_forward", "triton.few_queries", "triton.fp8"),
     outputs=_outputs,
     reference=attention,
     bucket=bucket,
