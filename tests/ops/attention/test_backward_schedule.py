@@ -50,6 +50,14 @@ def test_the_choice_is_near_the_best_measured(case):
     assert times[divisions.parts(kv_heads, group, (s, s), band, (d, d), 132)] <= 1.06 * min(times.values())
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "keys", "expected"),
+    [(4, 4, 92, 4), (8, 1, 92, 1), (4, 7, 1024, 7), (4, 7, 512, 7), (8, 4, 1024, 2), (8, 4, 1600, 1), (8, 4, 32768, 1)],
+)
+def test_how_many_parts_of_packed_keys(kv_heads, group, keys, expected):
+    assert divisions.parts_of_packed(kv_heads, group, keys, 132) == expected
+
+
 def test_an_item_of_several_heads_waits_for_the_longest():
     """Two key tiles of 4 and 1 steps, each on its own multiprocessor, two heads: the short one ends after head 1 of
     the long one has begun; without a mask it would not wait.

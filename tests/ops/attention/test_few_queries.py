@@ -13,8 +13,10 @@ from tilewright import ops
 from tilewright.dispatch import record
 from tilewright.hardware import arch
 from tilewright.jit.collect import collect
+from tilewright.ops.attention import fmha_fp8
 from tilewright.ops.attention.kernels.sm90 import few_queries as cuda
 from tilewright.ops.attention.kernels.triton.paged import places
+from tilewright.ops.quant.numbers import E4M3
 from tilewright.warmup.calls import RawCall
 
 KEYS = (300, 0, 5, 600, 64, 1, 77)  # 1024 are rounded up to
@@ -92,6 +94,29 @@ def test_packed_queries_read_their_keys_where_they_lie(by_head, options):
 )
 def test_keys_of_few_queries_are_a_cache(sizes, options):
     check(ops.fmha, dense(**sizes), "triton.few_queries", **options)
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {"causal": True, "sinks": torch.tensor([0.5, -3.0, 2.0, 9.0])}),
+        ({"by_token": True, "s_k": 1100}, {"window": (1030, 0), "softcap": 2.0}),
+        ({"s_q": 1, "heads": 2}, {"scale": -0.3}),
+    ],
+    ids=["by_head", "by_token", "one_query"],
+)
+def test_keys_in_e4m3_are_a_cache_with_scales_of_sequences(sizes, options):
+    tensors = [t.to(E4M3) for t in dense(**sizes)]
+    scales = [2 * torch.rand(t.shape[:2]) + 0.1 for t in tensors]
+    with record() as recording:
+        o, lse = ops.fmha_fp8(*tensors, *scales, return_lse=True, out_dtype=torch.float32, backend="triton", **options)
+    assert [plan.kernel for plan in recording.plans] == ["triton.few_queries"]
+    wide = [t.double() for t in (*tensors, *scales)]
+    options = {name: t.double() if isinstance(t, Tensor) else t for name, t in options.items()}
+    expected_o, expected_lse = fmha_fp8.reference(*wide, return_lse=True, **options)
+    torch.testing.assert_close(o.double(), expected_o, atol=2e-3, rtol=2e-3)  # probabilities in float16
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------- what is chosen

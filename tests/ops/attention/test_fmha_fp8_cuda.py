@@ -171,7 +171,14 @@ def test_every_config_fits_shared_memory_and_a_block_of_scales(blocks):
 
 @pytest.mark.parametrize(
     ("s_q", "group", "s_k", "taken"),
-    [(1, 8, 8192, False), (64, 8, 8192, True), (1, 1, 1024, True), (512, 1, 512, False), (512, 1, 1024, True)],
+    [
+        (1, 8, 8192, False),
+        (64, 8, 8192, True),
+        (1, 1, 1024, False),
+        (9, 1, 1024, True),
+        (512, 1, 512, False),
+        (512, 1, 1024, True),
+    ],
 )
 def test_few_queries_behind_many_keys_and_short_ones_are_left_to_triton(s_q, group, s_k, taken):
     sizes = FmhaFp8Bucket(64, group, s_q, s_k, 128, 128, 0, 0, 1, 0)

@@ -50,6 +50,18 @@ def test_infinities_and_nan(log_target, place):
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+@everywhere
+@pytest.mark.parametrize("largest", [0.4, 0.9])
+def test_probabilities_from_the_least_to_the_largest(largest, place):
+    """Also those that float32 holds with fewer bits, whose inverse is no float32; and 0."""
+    target = torch.tensor([1e-44, 3e-39, 2e-38, 1e-20, 1e-4, 0.1, largest, 0.0], device=place.device)
+    x = torch.full_like(target, -2.0)
+    ours = ops.kl_div(x, target, reduction="none", backend=place.backend)
+    theirs = F.kl_div(x.double(), target.double(), reduction="none")
+    torch.testing.assert_close(ours.double()[2:], theirs[2:], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(ours.double()[:2], theirs[:2], rtol=0.2, atol=0.0)
+
+
 def test_derivatives_of_the_reference():
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     target = torch.rand(3, 5, dtype=torch.float64)

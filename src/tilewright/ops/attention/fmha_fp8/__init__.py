@@ -56,9 +56,9 @@ def fmha_fp8(
     softcap: s = softcap * tanh(s / softcap).   sinks: (H,), exp(sinks[h]) joins the denominator.
 
     Scores, softmax and sums are float32; probabilities are rounded to e4m3, as 2^8 e^(s - m) with m the largest score
-    of the row so far, before the product with v: half a step is at most 2^-4 of a probability.  GPUs without e4m3 round
-    them to float16 instead.  A NaN in a key that a query may not see does not reach it; in a value it may reach queries
-    of the same tile.  There is no gradient and no out=.
+    of the row so far, before the product with v: half a step is at most 2^-4 of a probability.  GPUs without e4m3, and
+    Triton for a few queries behind many keys, round them to float16 instead.  A NaN in a key that a query may not see
+    does not reach it; in a value it may reach queries of the same tile.  There is no gradient and no out=.
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes, scales and masks that do not go together, and where a gradient is wanted.
     Source: Shah et al., "FlashAttention-3", 2024.
@@ -115,7 +115,7 @@ FORWARD = RawOp(
     "fwd",
     FmhaFp8Args,
     package="tilewright.ops.attention",
-    kernels=("sm90.fp8_forward", "triton.fp8"),
+    kernels=("sm90.fp8_forward", "triton.few_queries", "triton.fp8"),
     outputs=_outputs,
     reference=attention,
     bucket=bucket,

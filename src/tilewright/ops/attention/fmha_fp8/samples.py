@@ -78,6 +78,8 @@ EDGE_CASES = (
     _case("blocks_v: of values alone", B=1, H=2, S=260, blocks="v", window=(150, 0)),
     _unequal("decode: one query, the last position", 1, 70, causal=True),
     _unequal("longer_keys: the last query sees the last key", 19, 183, causal=True, blocks="qkv"),
+    _unequal("few_queries: the keys are divided", 4, 520, H_kv=1, causal=True),
+    _unequal("few_queries_d_72: of rows that no copy engine addresses", 2, 520, H_kv=1, D=72),
     _unequal("more_queries: the first ones see nothing", 83, 19, causal=True),
     _case("window: a causal one", H=2, S=133, window=(39, 0)),
     _case("sides: a window to both, with the causal mask", H=2, S=133, window=(25, -1), causal=True),

@@ -140,9 +140,11 @@ def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: Shared
     q, k, v = args.q, args.k, args.v
     (batch, heads, s_q, d), (kv_heads, s_k, d_v) = q.shape, v.shape[1:]
     all_heads, group, (left, right) = batch * kv_heads, heads // kv_heads, shared.band
-    parts = 1
-    if not args.program:
-        parts = divisions.parts(all_heads, group, (s_q, s_k), shared.band, (d, d_v), usable_sms(q.device))
+    sms = usable_sms(q.device)
+    if args.program:
+        parts = divisions.parts_of_packed(all_heads, group, s_k, sms)
+    else:
+        parts = divisions.parts(all_heads, group, (s_q, s_k), shared.band, (d, d_v), sms)
     results = dkv
     if parts > 1:
         shape = batch, kv_heads * parts, s_k

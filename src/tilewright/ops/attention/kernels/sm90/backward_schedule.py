@@ -62,6 +62,16 @@ def parts(
     return min((n for n in range(1, group + 1) if group % n == 0), key=lambda n: (seconds(n), n))
 
 
+def parts_of_packed(kv_heads: int, group: int, keys: int, sms: int) -> int:
+    """The same for packed sequences, of which the host knows no lengths, where items are fewer than multiprocessors:
+    the fewest query heads one after another, in rounds of items of equal work.
+    """
+    items = kv_heads * -(-keys // KEYS)
+    if items >= sms:
+        return 1
+    return min((n for n in range(1, group + 1) if group % n == 0), key=lambda n: (-(-items * n // sms) * group // n, n))
+
+
 def _rounds(steps: list[int], copies: int, heads: int, causal: bool, sms: int) -> float:
     """Steps until the last multiprocessor ends.   steps: of a head in each key tile, the most first."""
     busy = [0] * sms

@@ -22,6 +22,7 @@ from tilewright.jit.tensor_map import tensor_map
 from tilewright.mask.cuda_program import cuda_type
 from tilewright.mask.packed import PACKED_PROGRAMS
 from tilewright.mask.tables import tile_table_of
+from tilewright.ops.attention import few_queries
 from tilewright.ops.attention.bucket import PROGRAM, FmhaBucket, why_not_addressable
 from tilewright.ops.attention.fmha_fp8 import FORWARD
 from tilewright.ops.attention.fmha_fp8.args import BLOCKS_K, BLOCKS_V, FmhaFp8Args, FmhaFp8Bucket, bucket
@@ -253,6 +254,8 @@ def configure(bucket: FmhaFp8Bucket, dtype: torch.dtype) -> Config | None:
     that results do not depend on it.
     """
     if bucket.S_q * bucket.group <= _FEW_QUERIES and bucket.S_k > _MANY_KEYS:
+        return None
+    if few_queries.why_not(FmhaBucket(*bucket[:-1])) is None:  # (1, 32/8, 1 x 1024, 128): 8.2 us, 22.3 here (H200)
         return None
     if max(bucket.S_q, bucket.S_k) <= _SHORT:
         return None

@@ -67,7 +67,12 @@ CONFIGS = (
     FORWARD, configure=configure, config_type=Tile, configs=CONFIGS, candidates=candidates, why_not=why_not
 )
 def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Tile) -> None:
+    attend(outs, args, config)
+
+
+def attend(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Tile, q_scale: Tensor | None = None) -> None:
+    """The launches; q_scale as in `paged/launch.py`."""
     tile, batch = fitted(config, args), args.lengths.shape[0]
     rows = args.q.shape[0] // batch * (args.q.shape[1] // args.k_cache.shape[2])
     form = Form(tasks.ALL.value, 0, batch * -(-rows // tile.block_m), min(rows, tile.block_m))
-    launch_form(outs, args, tile, form)
+    launch_form(outs, args, tile, form, q_scale)

@@ -34,6 +34,7 @@ from tilewright.ops.loss.kernels.triton.rows_launch import (
 )
 from tilewright.ops.rows import RowsBucket, as_rows, no_float64
 
+_FEW_ROWS, _LONG = 512, 16384
 _rows = TritonKernel(cross_entropy_rows_kernel)
 _gradient = TritonKernel(cross_entropy_gradient_kernel)
 
@@ -45,7 +46,10 @@ class PartConfig(NamedTuple):
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> RowConfig:
     # H200, 2026-11: 249 us at 4096 x 128256, 8192 x 32000 129; 8 warps with as many bytes in flight take 1 and 6 %
-    # longer, fewer bytes in flight up to 70 %
+    # longer, fewer bytes in flight up to 70 %.  A few rows leave multiprocessors with a program or two: 256 x 256000 in
+    # float32 with a soft cap 203 us, 108 in 16 warps of 4 vectors; 512 x 128256 136 and 108
+    if bucket.M <= _FEW_ROWS and bucket.N >= _LONG:
+        return row_config(bucket, dtype, steps=4, num_warps=16)
     return row_config(bucket, dtype, steps=8, num_warps=4 if bucket.N >= 4096 else 2)
 
 
@@ -65,7 +69,9 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[PartCon
 
 _WIDTHS = tuple(1 << k for k in range(18))
 CONFIGS = tuple(
-    dict.fromkeys(configure(RowsBucket(4096, n), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32))
+    dict.fromkeys(
+        configure(RowsBucket(m, n), d) for m in (1, 4096) for n in _WIDTHS for d in (torch.bfloat16, torch.float32)
+    )
 )
 BACKWARD_CONFIGS = tuple(
     dict.fromkeys(configure_backward(RowsBucket(4096, n), d) for n in _WIDTHS for d in (torch.bfloat16, torch.float32))

@@ -15,7 +15,7 @@ from tilewright.ops.quant.kernels.triton.numbers import decode
 
 @triton.jit
 def _as_operand(x, DTYPE: tl.constexpr):
-    """Widen e4m3, or its bytes, to the dtype of the queries, which holds each of its numbers."""
+    """Widen e4m3, or its bytes, to DTYPE, which holds each of its numbers."""
     if x.dtype == tl.uint8:
         x = decode(x).to(DTYPE)
     elif x.dtype == tl.float8e4nv:
@@ -50,10 +50,10 @@ def finish(m_i, l_i, acc, sinks, heads, in_range):
 
 @triton.jit
 def attend_kernel(
-    q, o, lse, partial_acc, partial_stat, k, v, lengths, block_table, cu_seqlens, sinks, k_scale, v_scale,
+    q, o, lse, partial_acc, partial_stat, k, v, lengths, block_table, cu_seqlens, sinks, q_scale, k_scale, v_scale,
     B, T, H_KV, capacity, page_size, left, enough, most, scale, softcap,
     stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_table,
-    stride_ksp, stride_kss, stride_ksh, stride_vsp, stride_vss, stride_vsh,
+    stride_qsb, stride_qsh, stride_ksp, stride_kss, stride_ksh, stride_vsp, stride_vss, stride_vsh,
     S_Q: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     PAGE: tl.constexpr, PAGE_TILES: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -65,8 +65,10 @@ def attend_kernel(
     q: (T, H, D)   k: (pages, page_size, H_KV, D)   v: (pages, page_size, H_KV, D_V)   o: (T, H, D_V)   lse: (T, H)
     partial_acc: (tasks, H_KV, ROWS, D_V), partial_stat: (tasks, H_KV, ROWS, 2) float32.
     PAGE: page_size if it is a power of two, else 0.   PAGE_TILES: a tile of keys lies in one page.
-    TOKEN_SCALES: k_scale and v_scale are one for each token and head, else of heads.
+    TOKEN_SCALES: k_scale and v_scale are one for each token and head, else of heads; beside q_scale (B, H), of e4m3
+    queries, those of each sequence.
     """
+    WIDE: tl.constexpr = q.dtype.element_ty if q_scale is None else tl.float16
     if DEPENDENT:  # let the second kernel begin when SMs are free; it waits for the end of this one
         tl.extra.cuda.gdc_launch_dependents()
     h_kv, task = tl.program_id(0) % H_KV, tl.program_id(0) // H_KV
@@ -112,6 +114,11 @@ def attend_kernel(
     q_tile = tl.load(q_rows, mask=in_rows[:, None] & (offs_d < D)[None, :], other=0.0)  # (BLOCK_M, WIDTH)
     k += h_kv.to(tl.int64) * stride_kh
     v += h_kv.to(tl.int64) * stride_vh
+    q_tile = _as_operand(q_tile, WIDE)
+    if q_scale is not None:
+        row_scale = tl.load(q_scale + b * stride_qsb + head * stride_qsh, mask=in_rows, other=0.0)
+        k_scale += b * stride_ksp
+        v_scale += b * stride_vsp
     value_scale = 1.0
     if k_scale is not None:
         k_scale += h_kv * stride_ksh
@@ -148,8 +155,10 @@ def attend_kernel(
         # S = Q K^T
         k_rows = k + (page * stride_kp + slot * stride_ks)[:, None] + offs_d[None, :]
         k_tile = tl.load(k_rows, mask=in_range[:, None] & (offs_d < D)[None, :], other=0.0)  # (BLOCK_N, WIDTH)
-        k_tile = _as_operand(k_tile, q.dtype.element_ty)
+        k_tile = _as_operand(k_tile, WIDE)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        if q_scale is not None:
+            s *= row_scale[:, None]
         if TOKEN_SCALES:
             s *= tl.load(k_scale + page * stride_ksp + slot * stride_kss, mask=in_range, other=0.0)[None, :]
         if SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x)
@@ -174,7 +183,7 @@ def attend_kernel(
         # O += P V
         v_rows = v + (page * stride_vp + slot * stride_vs)[:, None] + offs_d[None, :]
         v_tile = tl.load(v_rows, mask=in_range[:, None] & (offs_d < D_V)[None, :], other=0.0)  # (BLOCK_N, WIDTH)
-        v_tile = _as_operand(v_tile, q.dtype.element_ty)
+        v_tile = _as_operand(v_tile, WIDE)
         if TOKEN_SCALES:
             p *= tl.load(v_scale + page * stride_vsp + slot * stride_vss, mask=in_range, other=0.0)[None, :]
         acc = acc * alpha[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")

@@ -110,7 +110,7 @@ def fitted(tile: Tile, args: PagedArgs) -> Tile:
         warps, stage_count = (8, 2) if args.q.dtype == torch.float32 else (4, min(tile.num_stages, 2))
         rows = 16 if tile.num_stages == 1 else tile.block_m
         tile = tile._replace(block_m=rows, block_n=16, num_warps=warps, num_stages=stage_count)
-    size = args.q.element_size()  # of what is multiplied; e4m3 is widened in registers, on its way there
+    size = max(args.q.element_size(), 2)  # of what is multiplied; e4m3 is widened in registers, on its way there
     has_pages = args.block_table is not None
     depth = (tile.num_stages + 1) // 2 if has_pages else tile.num_stages
     while depth > 1 and size * columns * (tile.block_m + 2 * depth * tile.block_n) > shared:
@@ -119,9 +119,10 @@ def fitted(tile: Tile, args: PagedArgs) -> Tile:
     return tile
 
 
-def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form) -> None:
-    """Attend, and combine what was split."""
-    (o, lse), q, k, v = outs, args.q, as_stored(args.k_cache), as_stored(args.v_cache)
+def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form, q_scale: Tensor | None = None) -> None:
+    """Attend, and combine what was split.   q_scale: (B, H) of e4m3 queries; then scales of keys are (B, H_kv)."""
+    (o, lse), k, v = outs, as_stored(args.k_cache), as_stored(args.v_cache)
+    q = args.q if q_scale is None else as_stored(args.q)
     (count, heads, d), (_, page_size, kv_heads, d_v), batch = q.shape, v.shape, args.lengths.shape[0]
     group, few = heads // kv_heads, form.sequences != tasks.MANY.value
     each = count // batch if args.cu_seqlens is None else 0
@@ -146,9 +147,10 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form)
     blocks = (block_b, tile.block_m, tile.block_n)
     operands = (
         q, o, lse, partial_acc, partial_stat, k, v, args.lengths, args.block_table, args.cu_seqlens, args.sinks,
-        args.k_scale, args.v_scale, *sizes, page_size, *goal, args.scale, args.softcap,
+        q_scale, args.k_scale, args.v_scale, *sizes, page_size, *goal, args.scale, args.softcap,
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
         0 if args.block_table is None else args.block_table.stride(0),
+        *((None, None) if q_scale is None else q_scale.stride()),
         *_scale_steps(args.k_scale), *_scale_steps(args.v_scale),
     )  # fmt: skip
     constants = (
@@ -182,7 +184,7 @@ def _page(args: PagedArgs) -> int:
 
 
 def _scale_steps(scale: Tensor | None) -> tuple[Any, ...]:
-    """Strides of pages, slots and heads; one scale of a head serves all tokens."""
+    """Strides of pages, slots and heads; one scale of a head serves all tokens, of one sequence or of all."""
     if scale is None:
         return None, None, None
-    return scale.stride() if scale.dim() == 3 else (0, 0, scale.stride(0))
+    return scale.stride() if scale.dim() == 3 else (scale.stride(0) if scale.dim() == 2 else 0, 0, scale.stride(-1))

@@ -1,4 +1,4 @@
-"""What surrounds the kernels of attention over a KV cache where they compute `fmha` and `fmha_varlen`: small launches.
+"""What surrounds the kernels of attention over a KV cache where they compute prefill's ops: small launches.
 
 Before them the keys of every sequence are counted on the device.  They write (tokens, H, D); after them results that
 lie otherwise are put in their places: 8 bytes of lse for a query and head, and 4 * D_v of o if it lies by head.
@@ -15,7 +15,10 @@ from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.mask.program import HEADER_OF_SEQUENCES
 from tilewright.ops.attention.arguments import FmhaArgs, VarlenArgs
+from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args
 from tilewright.ops.attention.paged.args import PagedArgs
+from tilewright.ops.quant.kernels.triton.numbers import as_stored
+from tilewright.ops.quant.numbers import E4M3
 
 _LENGTHS, _ROWS = 256, 16  # of a program
 
@@ -69,8 +72,8 @@ class Problem(NamedTuple):
     lse: Tensor  # (B * S_q, H)
 
 
-def begin(outs: tuple[Tensor, Tensor], args: FmhaArgs | VarlenArgs) -> Problem:
-    """The call over a cache that computes `args`, with lengths on the device."""
+def begin(outs: tuple[Tensor, Tensor], args: FmhaArgs | VarlenArgs | FmhaFp8Args) -> Problem:
+    """The call over a cache that computes `args`, with lengths on the device; without scales of e4m3."""
     (o, lse), q, k, v = outs, args.q, args.k, args.v
     (batch, heads, s_q, d), s_k, tokens = q.shape, k.shape[2], q.shape[0] * q.shape[2]
     packed = args.mask_data
@@ -84,7 +87,8 @@ def begin(outs: tuple[Tensor, Tensor], args: FmhaArgs | VarlenArgs) -> Problem:
     queries = _as_tokens(q)
     if queries is None:
         queries = scratch((tokens, heads, d), q.dtype, q.device)
-        _move(queries, q, None, None, gather=True)
+        dense, placed = (as_stored(t) if t.dtype == E4M3 else t for t in (queries, q))
+        _move(dense, placed, None, None, gather=True)
     k_cache, v_cache = (_from_every_token(t) if packed is not None else t.transpose(1, 2) for t in (k, v))
     table = None if packed is None else packed[HEADER_OF_SEQUENCES : HEADER_OF_SEQUENCES + s_q, None]
     problem = PagedArgs(
