@@ -37,8 +37,9 @@ class DependentKernel:
         self._dependent = TritonKernel(fn, launch_pdl=True, **options)
 
     def __call__(
-        self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], *, num_warps: int
+        self, grid: tuple[int, ...], parameters: tuple[Any, ...], constants: tuple[Any, ...], *, num_warps: int
     ) -> None:
-        dependent = has_dependents(args[0])
+        first, *_ = parameters
+        dependent = has_dependents(first)
         kernel = self._dependent if dependent else self._plain
-        kernel(grid, args, (*constants, dependent), num_warps=num_warps)
+        kernel(grid, parameters, (*constants, dependent), num_warps=num_warps)
