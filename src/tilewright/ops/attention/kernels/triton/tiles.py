@@ -12,6 +12,7 @@ from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.mask.tables import tile_table_of
 from tilewright.ops.attention.arguments import MaskArgs
 from tilewright.ops.attention.bucket import PACKED, PROGRAM, SLOPES, SOFTCAP
+from tilewright.ops.attention.dropped import Dropout
 
 MOST_D = 256
 L2_BYTES = 24 << 20  # K and V of the heads that run together; half of the L2 of an H200
@@ -118,6 +119,11 @@ def _pitches(t: Tensor) -> tuple[int, int, int]:
     row = t.stride(2) if t.shape[2] > 1 else triton.cdiv(t.shape[3], 16) * 16
     head = t.stride(1) if t.shape[1] > 1 else row
     return (t.stride(0) if t.shape[0] > 1 else head), head, row
+
+
+def dropped(dropout: Dropout | None) -> tuple[Any, ...]:
+    """seed, offset, the largest random number that drops a probability, and the factor of the others; None without."""
+    return (None,) * 4 if dropout is None else (dropout.seed, dropout.offset, dropout.last, dropout.scale)
 
 
 def heads_together(k: Tensor, v: Tensor, group: int) -> int:

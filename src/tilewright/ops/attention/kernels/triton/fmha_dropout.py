@@ -1,0 +1,49 @@
+"""Attention with dropout in Triton: the kernels of `fmha`, which compute the mask of each tile in both directions.
+
+Philox is 10 integer multiplications a score, in each of the three kernels that compute scores: that of the forward, and
+those of dk and dv and of dq.  The flops and bytes are those of `fmha`.
+"""
+
+from torch import Tensor
+
+from tilewright.dispatch import register_kernel
+from tilewright.ops.attention.dropped import Dropout
+from tilewright.ops.attention.fmha_dropout.args import FmhaDropoutArgs, FmhaDropoutBackwardArgs
+from tilewright.ops.attention.fmha_dropout.raw_ops import BACKWARD, FORWARD
+from tilewright.ops.attention.kernels.triton import backward, forward
+from tilewright.ops.attention.kernels.triton.tiles import Config
+
+
+def why_not(args: FmhaDropoutArgs | FmhaDropoutBackwardArgs) -> str | None:
+    return forward.why_not_operands(args.q, args.k, args.v)
+
+
+def _of_any(dropout: Dropout) -> Dropout | None:
+    """None where nothing is dropped."""
+    return None if dropout.last < 0 else dropout
+
+
+@register_kernel(
+    FORWARD,
+    configure=forward.configure,
+    config_type=Config,
+    configs=forward.CONFIGS,
+    candidates=forward.candidates,
+    why_not=why_not,
+)
+def launch(outs: tuple[Tensor, Tensor], args: FmhaDropoutArgs, config: Config) -> None:
+    forward.forward(outs, args.fmha, config, dropout=_of_any(args.dropout))
+
+
+@register_kernel(
+    BACKWARD,
+    configure=backward.configure,
+    config_type=backward.Config,
+    configs=backward.CONFIGS,
+    candidates=backward.candidates,
+    why_not=why_not,
+)
+def launch_backward(
+    outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaDropoutBackwardArgs, config: backward.Config
+) -> None:
+    backward.with_delta(outs, args.fmha, config, _of_any(args.dropout))
