@@ -43,7 +43,7 @@ def fmha_dropout(
     q: (B, H, S_q, D)   k: (B, H_kv, S_k, D)   v: (B, H_kv, S_k, D_v), or (B, S, H, D) each with layout="BSHD";
     bf16|fp16|fp32; masks, modifiers, strides, layouts and results as in `fmha`.  lse is that before dropout, and a sink
     is not dropped.
-    p: 0 to below 1, rounded to a multiple of 2^-31.
+    p: 0 to 1, rounded to a multiple of 2^-31; 0 keeps all, 1 none.
 
     m is a function of (seed, offset, batch, head, i, j) alone, of query i and key j as they stand in q and k: not of
     the backend, the GPU, tiles, the mask, lengths, the dtype, the order in memory or other rows of the batch.  Nothing

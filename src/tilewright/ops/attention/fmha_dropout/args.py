@@ -87,5 +87,5 @@ def check(args: FmhaDropoutArgs) -> None:
     """Raises InputError for raw arguments that cannot run."""
     checks.check_raw(OP, args.fmha)
     philox.check_seeds(OP, args.q, args.seed, args.offset)
-    if not 0.0 <= args.p < 1.0:
-        raise InputError(f"{OP}: p is {args.p}; needs a number from 0 to below 1.")
+    if not 0.0 <= args.p <= 1.0:
+        raise InputError(f"{OP}: p is {args.p}; needs a number 0 to 1.")

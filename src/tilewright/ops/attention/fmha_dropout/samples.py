@@ -29,7 +29,7 @@ EDGE_CASES = (
     _case("full: tiles and a bit, and 64 bits of offset", B=1, H=2, S=83, D=64, offset=2**40 + 3),
     _case("causal: grouped heads, the caller's order is by token", causal=True, layout="BSHD"),
     Workload("late_window: over more keys than queries",
-             {"B": 1, "H": 2, "S_q": 19, "S_k": 83, "D": 32, "p": 0.5, "window": 21}),
+             {"B": 1, "H": 2, "S_q": 19, "S_k": 83, "D": 96, "D_v": 64, "p": 0.5, "window": 21}),
     _case("documents: end to end", B=1, H=2, S=83, documents=5),
     _case("everything: all modifiers", softcap=2.0, alibi=True, sinks=True, causal=True, return_lse=True),
     _case("one: a single token", S=1, causal=True),
@@ -50,7 +50,7 @@ def _bad(name: str, match: str, options: Callable[[torch.device], dict[str, Any]
 
 
 BAD_INPUTS = (
-    _bad("p of one", "p is 1.0; needs a number from 0 to below 1", lambda d: {"p": 1.0}),
+    _bad("p above 1", "p is 1.5; needs a number 0 to 1", lambda d: {"p": 1.5}),
     _bad("p is NaN", "p is nan", lambda d: {"p": float("nan")}),
     _bad("seed of 65 bits", "needs an integer of 64 bits", lambda d: {"seed": 2**63}),
     _bad("a vector of seeds", r"seed is torch.int64 \(4,\)",
