@@ -21,12 +21,28 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
     """Four random integers of 32 bits, in int64, for each counter (c0, c1, c2, c3) of 32-bit words; the key is the
     int64 seed.
     """
-    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    return philox_of_words((seed & MASK, (seed >> 32) & MASK), c0, c1, c2, c3)
+
+
+def philox_of_words(
+    key: tuple[Tensor, Tensor], c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for a key of two words."""
+    k0, k1 = key
     for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # their 64 bits are right, as signed numbers too
-        c0, c1, c2, c3 = ((b >> 32) & MASK) ^ c1 ^ k0, b & MASK, ((a >> 32) & MASK) ^ c3 ^ k1, a & MASK
+        (high0, low0), (high1, low1) = _product(c0, 0xD2511F53), _product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
     return c0, c1, c2, c3
+
+
+def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a product of two, from two products of 48 bits: that of 64 bits overflows, which is
+    undefined in C++, so a compiler may assume that it is positive.
+    """
+    low = (word & 0xFFFF) * factor
+    rest = (word >> 16) * factor + (low >> 16)
+    return rest >> 16, ((rest & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def last_dropped(p: float) -> int:

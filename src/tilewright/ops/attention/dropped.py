@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.ops.philox import MASK, last_dropped, philox, scale_of
+from tilewright.ops.philox import MASK, last_dropped, philox, philox_of_words, scale_of
 
 _BIT = 8
 
@@ -46,7 +46,7 @@ def kept(dropout: Dropout, batch: int, heads: int, queries: Tensor, keys: Tensor
         for word in philox(dropout.seed, b + zero * h, h + zero * b, offset & MASK, (offset >> 32) & MASK)
     )
     i, j = queries[:, None], keys
-    w00, w01, w10, w11 = philox(r0 | (r1 << 32), j & ~_BIT, i & ~_BIT, c2, c3)
+    w00, w01, w10, w11 = philox_of_words((r0, r1), j & ~_BIT, i & ~_BIT, c2, c3)
     late_key = (j & _BIT) > 0
     word = torch.where((i & _BIT) > 0, torch.where(late_key, w11, w10), torch.where(late_key, w01, w00))
     return (word >> 1) > dropout.last
