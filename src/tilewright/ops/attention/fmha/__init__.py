@@ -67,7 +67,8 @@ def fmha(
     Raises InputError for shapes, dtypes, masks and modifiers that do not go together.
     Source: Dao et al., "FlashAttention", 2022; Shah et al., "FlashAttention-3", 2024.
     """
-    if _has_seed(dropout, seed, offset):
+    _check_seed(dropout, seed, offset)
+    if dropout and seed is not None:
         from tilewright.ops.attention.fmha_dropout import fmha_dropout
 
         return fmha_dropout(
@@ -107,7 +108,8 @@ def reference(
     layout: str = "BHSD",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain torch; on a GPU, large problems without score modifiers are cuDNN's or FLASH's."""
-    if _has_seed(dropout, seed, offset):
+    _check_seed(dropout, seed, offset)
+    if dropout and seed is not None:
         from tilewright.ops.attention.fmha_dropout import reference as with_seed
 
         return with_seed(
@@ -129,16 +131,15 @@ def reference(
     return (o, lse) if return_lse else o
 
 
-def _has_seed(dropout: float, seed: Tensor | int | None, offset: Tensor | int) -> bool:
-    """Whether probabilities are dropped by seed and offset.  Raises InputError for what these may not be."""
+def _check_seed(dropout: float, seed: Tensor | int | None, offset: Tensor | int) -> None:
+    """Raise InputError for what is no seed or offset, and for an offset without a seed."""
     if seed is None and type(offset) is int and offset == 0:
-        return False
+        return
     if seed is not None:
         philox.as_number("fmha", "seed", seed)
     philox.as_number("fmha", "offset", offset)
     if dropout and seed is None:
         raise InputError("fmha: offset goes with a seed; dropout without one is torch's, from torch's generator.")
-    return bool(dropout)
 
 
 def _torch_only(
