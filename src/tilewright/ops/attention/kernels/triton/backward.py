@@ -130,14 +130,16 @@ def backward(
     bounded = (left >= 0, right >= 0, mask.program, softcap > 0.0)
     numbers = (left, right, args.scale, softcap)
     use_descriptors = config.descriptors and tiling.has_descriptors(q)
-    terms, scattered = bool(mask.program) or softcap > 0.0 or args.slopes is not None, not config.descriptors
+    terms = bool(mask.program) or softcap > 0.0 or args.slopes is not None or dropout is not None
+    scattered = not config.descriptors
     widest = max(d + d_pe, d_v)
 
     # dk and dv
     copied = use_descriptors and all(tiling.describable(t) for t in (q, do, q_pe) if t is not None)
     parts = (*tiling.streamed_parts(d, q, copied), *tiling.streamed_parts(d_v, do, copied))
     row = sum(parts) + tiling.part(d_pe)
-    tile = tiling.fitted(config.keys, q, row, row, widest, (64, 32), "block_m", terms, scattered)
+    most = (64, 32) if dropout is None else (32, 32)  # only sm_90 has registers for more keys
+    tile = tiling.fitted(config.keys, q, row, row, widest, most, "block_m", terms, scattered)
     table = tiling.table(mask, q, k, tile, "key")
     values: tuple[Any, ...] = (
         dk, dv, do, row_delta, q, k, v, args.lse, args.slopes, mask.mask_data, table.counts, table.indices,

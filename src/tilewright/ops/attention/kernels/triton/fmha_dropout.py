@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import register_kernel
-from tilewright.ops.attention.bucket import FmhaBucket
+from tilewright.ops.attention.bucket import SOFTCAP, FmhaBucket
 from tilewright.ops.attention.dropped import Dropout
 from tilewright.ops.attention.fmha_dropout.args import FmhaDropoutArgs, FmhaDropoutBackwardArgs
 from tilewright.ops.attention.fmha_dropout.raw_ops import BACKWARD, FORWARD
@@ -25,9 +25,29 @@ def _of_any(dropout: Dropout) -> Dropout | None:
     return None if dropout.last < 0 else dropout
 
 
+def _with_terms(bucket: FmhaBucket) -> FmhaBucket:
+    """The bucket under a softcap: it too needs registers beside the scores, and gets tiles that have them."""
+    return bucket._replace(extras=bucket.extras | SOFTCAP)
+
+
+def configure(bucket: FmhaBucket, dtype: torch.dtype) -> Config:
+    return forward.configure(_with_terms(bucket), dtype)
+
+
+def configure_backward(bucket: FmhaBucket, dtype: torch.dtype) -> backward.Config:
+    """For sm_90 64 queries and 64 keys of 128 numbers spill 320 bytes for dk and dv, and 32 queries nothing."""
+    return backward.configure(_with_terms(bucket), dtype)
+
+
+def candidates_backward(bucket: FmhaBucket, dtype: torch.dtype) -> tuple[backward.Config, ...]:
+    """Those of `fmha` with as many queries of a tile as have registers."""
+    most = configure_backward(bucket, dtype).keys_m
+    return tuple(config for config in backward.candidates(bucket, dtype) if config.keys_m <= most)
+
+
 @register_kernel(
     FORWARD,
-    configure=forward.configure,
+    configure=configure,
     config_type=Config,
     configs=forward.CONFIGS,
     candidates=forward.candidates,
@@ -37,33 +57,11 @@ def launch(outs: tuple[Tensor, Tensor], args: FmhaDropoutArgs, config: Config) -
     forward.forward(outs, args.fmha, config, dropout=_of_any(args.dropout))
 
 
-_QUERIES = 32
-"""Queries of a tile for dk and dv, of heads of more than 64 numbers: twice as many spill 320 bytes for sm_90."""
-
-
-def configure_backward(bucket: FmhaBucket, dtype: torch.dtype) -> backward.Config:
-    """That of `fmha`, with registers for the words of Philox."""
-    return _with_words(backward.configure(bucket, dtype)) if _is_wide(bucket) else backward.configure(bucket, dtype)
-
-
-def candidates_backward(bucket: FmhaBucket, dtype: torch.dtype) -> tuple[backward.Config, ...]:
-    found = backward.candidates(bucket, dtype)
-    return tuple(dict.fromkeys(map(_with_words, found))) if _is_wide(bucket) else found
-
-
-def _is_wide(bucket: FmhaBucket) -> bool:
-    return max(bucket.D, bucket.D_v) > 64
-
-
-def _with_words(config: backward.Config) -> backward.Config:
-    return config._replace(keys_m=min(config.keys_m, _QUERIES))
-
-
 @register_kernel(
     BACKWARD,
     configure=configure_backward,
     config_type=backward.Config,
-    configs=tuple(dict.fromkeys((*backward.CONFIGS, *map(_with_words, backward.CONFIGS)))),
+    configs=backward.CONFIGS,
     candidates=candidates_backward,
     why_not=why_not,
 )

@@ -100,7 +100,7 @@ def forward(
     parts = tiling.streamed_parts(d, k, descriptors)
     value_parts = tiling.streamed_parts(d_v, v, descriptors)
     resident = sum(parts) + tiling.part(d_pe)
-    terms = bool(mask.program) or softcap > 0.0 or args.slopes is not None
+    terms = bool(mask.program) or softcap > 0.0 or args.slopes is not None or dropout is not None
     tile = tiling.fitted(
         config.tile, q, resident, resident + sum(value_parts), max(d + d_pe, d_v), (128, 64), terms=terms,
         scattered=not config.descriptors,
