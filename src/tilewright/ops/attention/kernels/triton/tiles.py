@@ -149,9 +149,9 @@ def fitted(
     numbers per row in shared memory.  Only sm_90 multiplies from shared memory (wgmma).  Others multiply from
     registers: tiles of at most `most` rows, resident and streamed, and half of that where the `widest` operand of a
     head has more than 128 numbers.
-    terms: scores are softcapped, get a slope, are masked by a program or dropped, and AMD's GPUs keep the comparisons of all
-    scores in scalar registers.   scattered: rows are unaligned and each element is loaded into a separate register, for
-    which four warps have no room, unless a head has at most 64 numbers.
+    terms: scores are softcapped, get a slope, are masked by a program or dropped, and AMD's GPUs keep the comparisons
+    of all scores in scalar registers.   scattered: rows are unaligned and each element is loaded into a separate
+    register, for which four warps have no room, unless a head has at most 64 numbers.
     """
     arch, size = target_of(t), t.element_size()
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
