@@ -142,13 +142,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "descriptors"), zip(CASES, (True, False, True, False), strict=True))
+@pytest.mark.parametrize(("name", "descriptors"), [*zip(CASES, (True, False, True, False), strict=True)])
 def test_tiles_are_no_part_of_the_mask(name, descriptors, device):
     """Both directions in tiles of several sizes, against the reference on float64."""
     from tilewright.ops.attention.arguments import mask_arguments
     from tilewright.ops.attention.fmha_dropout.args import FmhaDropoutArgs, FmhaDropoutBackwardArgs
     from tilewright.ops.attention.fmha_dropout.raw_ops import BACKWARD, FORWARD
-    from tilewright.ops.attention.kernels.triton import backward, fmha_dropout
+    from tilewright.ops.attention.kernels.triton import backward
+    from tilewright.ops.attention.kernels.triton.dropped import fmha
     from tilewright.ops.attention.kernels.triton.tiles import Config
 
     case = CASES[name]
@@ -168,7 +169,7 @@ def test_tiles_are_no_part_of_the_mask(name, descriptors, device):
     for config in (Config(32, 16, 4, 1, descriptors), Config(16, 64, 4, 2, descriptors)):
         for out in outs:
             out.fill_(torch.nan)
-        fmha_dropout.launch(outs, args, config)
+        fmha.launch(outs, args, config)
         for out, exact_out in zip(outs, wanted, strict=True):
             torch.testing.assert_close(out.double(), exact_out, rtol=1e-4, atol=1e-5)
     rest = args[3:]
@@ -178,6 +179,6 @@ def test_tiles_are_no_part_of_the_mask(name, descriptors, device):
     back = FmhaDropoutBackwardArgs(do, dlse, q, k, v, *outs, *rest)
     grads = BACKWARD.allocate(back, device)
     for config in (backward.Config(16, 32, 4, 1, 32, 16, 4, 1, descriptors),):
-        fmha_dropout.launch_backward(grads, back, config)
+        fmha.launch_backward(grads, back, config)
         for grad, exact_grad in zip(grads, wanted, strict=True):
             torch.testing.assert_close(grad.double(), exact_grad, rtol=1e-4, atol=1e-4)

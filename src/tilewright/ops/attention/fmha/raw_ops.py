@@ -21,13 +21,13 @@ from tilewright.ops.rows import accumulate_dtype
 
 
 def outputs_of(args: Any) -> tuple[OutputSpec, ...]:
-    """Of a forward: o has the memory order of q; lse is (B, H, S_q) contiguous."""
+    """Results of a forward: o has the memory order of q; lse is (B, H, S_q) contiguous."""
     q = args.q
     return spec_like(q, args.v.shape[3]), (tuple(q.shape[:3]), accumulate_dtype(q.dtype))
 
 
 def gradients_of(args: Any) -> tuple[OutputSpec, ...]:
-    """Of a backward: each gradient has the memory order of its operand; without sinks dsinks is empty."""
+    """Results of a backward: each gradient has the memory order of its operand; without sinks dsinks is empty."""
     sinks = args.sinks
     dsinks_spec = ((0,), args.lse.dtype) if sinks is None else (tuple(sinks.shape), sinks.dtype)
     return (*(spec_like(t, t.shape[3]) for t in (args.q, args.k, args.v)), dsinks_spec)

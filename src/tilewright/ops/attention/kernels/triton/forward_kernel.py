@@ -6,7 +6,7 @@ Full key tiles, of which every query sees every key, skip the mask.
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention.kernels.triton.dropped import head_stream, kept
+from tilewright.ops.attention.kernels.triton.dropped.words import head_stream, kept
 from tilewright.ops.attention.kernels.triton.scores import (
     LN2,
     LOG2E,

@@ -35,8 +35,10 @@ def configure(bucket: FmhaBucket, dtype: torch.dtype) -> Config:
 
 
 def configure_backward(bucket: FmhaBucket, dtype: torch.dtype) -> backward.Config:
-    """For sm_90 64 queries and 64 keys of 128 numbers spill 320 bytes for dk and dv, and 32 queries nothing."""
-    return backward.configure(_with_terms(bucket), dtype)
+    """For sm_90 64 queries and 64 keys of 128 numbers spill 320 bytes for dk and dv, and 32 queries nothing.  Tiles of
+    narrow heads in float32 spill too, so heads count as 64 numbers or more.
+    """
+    return backward.configure(_with_terms(bucket)._replace(D=max(bucket.D, 64)), dtype)
 
 
 def candidates_backward(bucket: FmhaBucket, dtype: torch.dtype) -> tuple[backward.Config, ...]:
