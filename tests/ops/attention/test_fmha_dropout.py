@@ -149,7 +149,7 @@ def test_tiles_are_no_part_of_the_mask(name, descriptors, device):
     from tilewright.ops.attention.fmha_dropout.args import FmhaDropoutArgs, FmhaDropoutBackwardArgs
     from tilewright.ops.attention.fmha_dropout.raw_ops import BACKWARD, FORWARD
     from tilewright.ops.attention.kernels.triton import backward
-    from tilewright.ops.attention.kernels.triton.dropped import fmha
+    from tilewright.ops.attention.kernels.triton import fmha_dropout as fmha
     from tilewright.ops.attention.kernels.triton.tiles import Config
 
     case = CASES[name]

@@ -12,7 +12,7 @@ from tilewright.ops.attention.fmha_dropout.args import OP, FmhaDropoutArgs, Fmha
 from tilewright.ops.attention.layout import dense
 from tilewright.ops.attention.reference import attention, attention_backward
 
-KERNELS = ("triton.dropped.fmha",)
+KERNELS = ("triton.fmha_dropout",)
 
 FORWARD = RawOp(
     OP,

@@ -15,11 +15,12 @@ Both kernels recompute P from q, k and lse.  No program adds to another's result
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention.kernels.triton.dropped.words import head_stream, kept
 from tilewright.ops.attention.kernels.triton.scores import (
     LOG2E,
     apply_softcap_alibi,
     describe,
+    head_stream,
+    kept,
     keys_of_tile,
     load_rows,
     queries_of_tile,

@@ -6,13 +6,14 @@ Full key tiles, of which every query sees every key, skip the mask.
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention.kernels.triton.dropped.words import head_stream, kept
 from tilewright.ops.attention.kernels.triton.scores import (
     LN2,
     LOG2E,
     MINUS_INFINITY,
     apply_softcap_alibi,
     describe,
+    head_stream,
+    kept,
     keys_of_tile,
     load_rows,
     schedule_tile,
