@@ -139,7 +139,10 @@ def queries_of_tile(
 
 @triton.jit
 def head_stream(seed, offset, b, h):
-    """(key, c2, c3): the random numbers of one head, as `ops/attention/dropped.py` has them.   seed, offset: pointers to int64; offset None: 0."""
+    """(key, c2, c3): the random numbers of one head, as `ops/attention/dropped.py` has them.
+
+    seed, offset: pointers to int64; offset None: 0.
+    """
     low, high = (b * 0).to(tl.uint32), (b * 0).to(tl.uint32)
     if offset is not None:
         number = tl.load(offset)
