@@ -91,6 +91,16 @@ def fmha(draw: Draw, model: Model) -> Sizes:
     return Sizes(f"{kind}_{mask}", sizes, dtype, trained=trained, peers=peers, **work)
 
 
+def fmha_dropout(draw: Draw, model: Model) -> Sizes:
+    """Training: causal or full, a tenth of the probabilities dropped."""
+    sizes: dict[str, Any] = {"B": draw.between(1, 4), **heads_of(draw, model), "S": draw.pick((128, 333, 1024, 2048))}
+    mask = "full" if model.encoder else "causal"
+    if mask == "causal":
+        sizes["causal"] = True
+    work = _work(sizes, model.head_dim, model.head_dim)
+    return Sizes(f"training_{mask}", {**sizes, "p": 0.1}, half_or_single(draw), trained=True, **work)
+
+
 def fmha_fp8(draw: Draw, model: Model) -> Sizes:
     """Causal or full, scales of heads or of blocks of tokens."""
     kind, batch, lengths = lengths_of(draw, model)

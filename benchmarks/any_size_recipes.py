@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 from any_size_activation import activation, activation_fp8, gated_mlp, relu2, swigluoai
-from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla, mla_decode
+from any_size_attention import (
+    fmha,
+    fmha_decode,
+    fmha_dropout,
+    fmha_fp8,
+    fmha_paged,
+    fmha_varlen,
+    merge_states,
+    mla,
+    mla_decode,
+)
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
 from any_size_kvcache import kv_append, kv_block_table, kv_copy_pages, kv_gather, mla_kv_append, rope_kv_append
 from any_size_lowbits import (
@@ -297,6 +307,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "dropout": (1, dropout),
     "fmha": (6, fmha),
     "fmha_decode": (2, fmha_decode),
+    "fmha_dropout": (1, fmha_dropout),
     "fmha_fp8": (2, fmha_fp8),
     "fmha_paged": (2, fmha_paged),
     "fmha_varlen": (3, fmha_varlen),

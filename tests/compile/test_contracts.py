@@ -36,7 +36,7 @@ WHOLE = "sm_90"
 # Of one maker, with as many registers; what fits the other's shared memory is asserted to fit here
 RELATED = {"sm_80": "sm_90", "sm_100": "sm_90", "gfx950": "gfx942"}
 # A hundred cases of masks and modifiers each, of kernels that take seconds to compile
-SAMPLED = {"fmha", "fmha_varlen", "mla"}
+SAMPLED = {"fmha", "fmha_dropout", "fmha_varlen", "mla"}
 # The kernel, and bytes that a thread moves: in tiles of 32 queries and 64 keys of packed sequences, D = 128, the
 # fastest on an H200; in tiles of 64 keys of 576 numbers, 599 us on an H100 where 32 keys took 735.  Products with
 # transposed weights of 2880 columns spill only there, and were measured nowhere yet, as the masks of a tile and its

@@ -31,7 +31,9 @@ RAW_FLAGS |= {"norm_before_gate", "log_probs", "log_target"}
 # Python branches on the others: by their truth
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse", "return_z_loss", "inplace_grad"}
 FLAGS |= {"keepdim", "training"}
-TENSORS = {("dropout", "seed"), ("dropout", "offset")}  # may be tensors of no dimensions too
+TENSORS = {
+    (op, option) for op in ("dropout", "fmha", "fmha_dropout") for option in ("seed", "offset")
+}  # may be tensors of no dimensions too
 OTHER = {"dropout", "x", "betas"}  # must be 0; a tensor; two numbers
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interp)]
 

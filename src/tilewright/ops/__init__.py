@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tilewright.ops.activation.swigluoai_and_mul import swigluoai_and_mul
     from tilewright.ops.attention.fmha import fmha
     from tilewright.ops.attention.fmha_decode import fmha_decode
+    from tilewright.ops.attention.fmha_dropout import fmha_dropout
     from tilewright.ops.attention.fmha_fp8 import fmha_fp8
     from tilewright.ops.attention.fmha_paged import fmha_paged
     from tilewright.ops.attention.fmha_varlen import fmha_varlen
@@ -114,6 +115,7 @@ __all__ = [
     "dropout",
     "fmha",
     "fmha_decode",
+    "fmha_dropout",
     "fmha_fp8",
     "fmha_paged",
     "fmha_varlen",
@@ -196,7 +198,17 @@ _FAMILIES = {
         "swiglu_fp8",
         "swigluoai_and_mul",
     ),
-    "attention": ("fmha", "fmha_decode", "fmha_fp8", "fmha_paged", "fmha_varlen", "merge_states", "mla", "mla_decode"),
+    "attention": (
+        "fmha",
+        "fmha_decode",
+        "fmha_dropout",
+        "fmha_fp8",
+        "fmha_paged",
+        "fmha_varlen",
+        "merge_states",
+        "mla",
+        "mla_decode",
+    ),
     "gemm": (
         "bmm",
         "gated_mlp",

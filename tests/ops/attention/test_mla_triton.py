@@ -123,7 +123,7 @@ def test_backward(name, fast):
 
 @pytest.mark.parametrize("heads", [1, 16, 37])
 def test_shares_are_added_up(heads):
-    from tilewright.ops.attention.kernels.triton.head_sum import head_sum
+    from tilewright.ops.attention.kernels.triton.latent.head_sum import head_sum
 
     shares = torch.randn(2, heads, 21, 24)
     out, around = poisoned(torch.empty(2, 1, 21, 24, dtype=torch.bfloat16))

@@ -18,7 +18,7 @@ from tilewright.dispatch import (
     dispatch,
     register,
 )
-from tilewright.dispatch.arguments import as_bool, as_int
+from tilewright.dispatch.arguments import as_bool
 from tilewright.errors import InputError
 from tilewright.ops import philox, rows
 
@@ -73,19 +73,8 @@ def dropout(
     """
     if not as_bool("dropout", "training", training):
         p = 0.0
-    seed = _on_device("seed", seed, x)
-    start = None if type(offset) is int and offset == 0 else _on_device("offset", offset, x)
+    seed, start = philox.on_device("dropout", "seed", seed, x), philox.start_of("dropout", offset, x)
     return call(CONTRACT, DropoutArgs(x, residual, seed, start, p), backend)
-
-
-def _on_device(name: str, value: Tensor | int, x: Tensor) -> Tensor:
-    """`value` as a tensor beside x."""
-    if isinstance(value, Tensor):
-        return value
-    number = as_int("dropout", name, value)
-    if type(number) is int and not -(2**63) <= number < 2**63:
-        raise InputError(f"dropout: {name} is {number}; needs an integer of 64 bits, -2^63 to 2^63 - 1.")
-    return torch.full((), number, dtype=torch.int64, device=x.device)
 
 
 def reference(
@@ -98,20 +87,8 @@ def reference(
     training: bool = True,
 ) -> Tensor:
     """Plain torch, on the device of x alone; the same mask."""
-    args = DropoutArgs(
-        x, residual, _on_device("seed", seed, x), _on_device("offset", offset, x), p if training else 0.0
-    )
-    return _forward(args)
-
-
-def last_dropped(p: float) -> int:
-    """The largest of the 31-bit random numbers that drop an element; -1 where none does."""
-    return round(p * 2**31) - 1
-
-
-def scale_of(p: float) -> float:
-    """1 / (1 - p), and 0 where nothing is left."""
-    return 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    seed, start = philox.on_device("dropout", "seed", seed, x), philox.start_of("dropout", offset, x)
+    return _forward(DropoutArgs(x, residual, seed, start, p if training else 0.0))
 
 
 def keep_mask(like: Tensor, seed: Tensor, offset: Tensor | None, p: float) -> Tensor:
@@ -127,11 +104,11 @@ def keep_mask(like: Tensor, seed: Tensor, offset: Tensor | None, p: float) -> Te
         (start >> 32) & philox.MASK,
     )
     random = torch.stack(words, -1).flatten()[:count].view(like.shape)
-    return (random >> 1) > last_dropped(p)
+    return (random >> 1) > philox.last_dropped(p)
 
 
 def _scaled(x: Tensor, seed: Tensor, offset: Tensor | None, p: float) -> Tensor:
-    y = (x.to(rows.accumulate_dtype(x.dtype)) * scale_of(p)).to(x.dtype)
+    y = (x.to(rows.accumulate_dtype(x.dtype)) * philox.scale_of(p)).to(x.dtype)
     return torch.where(keep_mask(x, seed, offset, p), y, 0.0)
 
 
@@ -173,11 +150,7 @@ def check(args: DropoutArgs) -> None:
     if residual is not None:
         rows.check_floating("dropout", x=x, residual=residual)
         rows.check_same("dropout", residual=residual, x=x)
-    for name, t in (("seed", seed), ("offset", offset)):
-        if t is not None and (t.dtype != torch.int64 or t.dim() != 0 or t.device != x.device):
-            raise InputError(
-                f"dropout: {name} is {t.dtype} {tuple(t.shape)} on {t.device}; needs an int, or int64 () on {x.device}."
-            )
+    philox.check_seeds("dropout", x, seed, offset)
     if not 0.0 <= p <= 1.0:
         raise InputError(f"dropout: p is {p}; needs a number 0 to 1.")
 

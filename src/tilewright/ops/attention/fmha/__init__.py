@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import Contract, call, dispatch, register
+from tilewright.errors import InputError
 from tilewright.mask import Mask
+from tilewright.ops import philox
 from tilewright.ops.attention import checks, torch_only
 from tilewright.ops.attention.arguments import merged, raw_arguments
 from tilewright.ops.attention.fmha import samples
@@ -30,6 +32,8 @@ def fmha(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    seed: Tensor | int | None = None,
+    offset: Tensor | int = 0,
     return_lse: bool = False,
     layout: str = "BHSD",
     backend: str | None = None,
@@ -49,7 +53,9 @@ def fmha(
     score_mod: a modifier of tilewright.ops.attention.score, or a tuple of them, applied in order: softcap and alibi are
     inside the kernels, relative_bias and callables (score, b, h, q_idx, kv_idx) -> score are torch's FlexAttention.
     softcap: first of all, s = softcap * tanh(s / softcap).   sinks: (H,), exp(sinks[h]) joins the denominator.
-    dropout: of the probabilities, by torch's scaled_dot_product_attention; with masks alone, and without lse.
+    dropout: of the probabilities; with a seed as `fmha_dropout`, which says what seed and offset are, by kernels of
+    this library.  Without one by torch's scaled_dot_product_attention, from torch's generator; then with masks alone,
+    and without lse.
 
     Scores, softmax and sums are float32; probabilities are rounded to v's dtype before the product with v.
     Up to 8 queries behind 1024 keys or more, as decoding has them, divide the keys among programs as in `fmha_decode`,
@@ -61,6 +67,14 @@ def fmha(
     Raises InputError for shapes, dtypes, masks and modifiers that do not go together.
     Source: Dao et al., "FlashAttention", 2022; Shah et al., "FlashAttention-3", 2024.
     """
+    _check_seed(dropout, seed, offset)
+    if dropout and seed is not None:
+        from tilewright.ops.attention.fmha_dropout import fmha_dropout
+
+        return fmha_dropout(
+            q, k, v, dropout, seed=seed, offset=offset, mask=mask, causal=causal, scale=scale, score_mod=score_mod,
+            sinks=sinks, softcap=softcap, return_lse=return_lse, layout=layout, backend=backend,
+        )  # fmt: skip
     checks.check_layout("fmha", layout)
     checks.check_heads("fmha", q, k, v)
     bshd = layout == "BSHD"
@@ -88,10 +102,20 @@ def reference(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    seed: Tensor | int | None = None,
+    offset: Tensor | int = 0,
     return_lse: bool = False,
     layout: str = "BHSD",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain torch; on a GPU, large problems without score modifiers are cuDNN's or FLASH's."""
+    _check_seed(dropout, seed, offset)
+    if dropout and seed is not None:
+        from tilewright.ops.attention.fmha_dropout import reference as with_seed
+
+        return with_seed(
+            q, k, v, dropout, seed=seed, offset=offset, mask=mask, causal=causal, scale=scale, score_mod=score_mod,
+            sinks=sinks, softcap=softcap, return_lse=return_lse, layout=layout,
+        )  # fmt: skip
     bshd = layout == "BSHD"
     if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -105,6 +129,17 @@ def reference(
     if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
+
+
+def _check_seed(dropout: float, seed: Tensor | int | None, offset: Tensor | int) -> None:
+    """Raise InputError for what is no seed or offset, and for an offset without a seed."""
+    if seed is None and type(offset) is int and offset == 0:
+        return
+    if seed is not None:
+        philox.as_number("fmha", "seed", seed)
+    philox.as_number("fmha", "offset", offset)
+    if dropout and seed is None:
+        raise InputError("fmha: offset goes with a seed; dropout without one is torch's, from torch's generator.")
 
 
 def _torch_only(

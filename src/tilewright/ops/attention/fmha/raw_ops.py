@@ -20,14 +20,14 @@ from tilewright.ops.attention.reference import attention, attention_backward
 from tilewright.ops.rows import accumulate_dtype
 
 
-def _outputs(args: FmhaArgs) -> tuple[OutputSpec, ...]:
-    """o has the memory order of q; lse is (B, H, S_q) contiguous."""
+def outputs_of(args: Any) -> tuple[OutputSpec, ...]:
+    """Results of a forward: o has the memory order of q; lse is (B, H, S_q) contiguous."""
     q = args.q
     return spec_like(q, args.v.shape[3]), (tuple(q.shape[:3]), accumulate_dtype(q.dtype))
 
 
-def _gradients(args: FmhaBackwardArgs) -> tuple[OutputSpec, ...]:
-    """Each gradient has the memory order of its operand; without sinks dsinks is empty."""
+def gradients_of(args: Any) -> tuple[OutputSpec, ...]:
+    """Results of a backward: each gradient has the memory order of its operand; without sinks dsinks is empty."""
     sinks = args.sinks
     dsinks_spec = ((0,), args.lse.dtype) if sinks is None else (tuple(sinks.shape), sinks.dtype)
     return (*(spec_like(t, t.shape[3]) for t in (args.q, args.k, args.v)), dsinks_spec)
@@ -70,7 +70,7 @@ def raw_ops(
         form.args,
         package="tilewright.ops.attention",
         kernels=kernels,
-        outputs=_outputs,
+        outputs=outputs_of,
         reference=form.reference,
         bucket=form.bucket,
         bucket_names=form.bucket_names,
@@ -83,7 +83,7 @@ def raw_ops(
         FmhaBackwardArgs,
         package="tilewright.ops.attention",
         kernels=backward_kernels,
-        outputs=_gradients,
+        outputs=gradients_of,
         reference=attention_backward,
         bucket=backward_bucket,
         bucket_names=FmhaBucket._fields,

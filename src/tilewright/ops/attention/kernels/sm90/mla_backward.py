@@ -26,7 +26,7 @@ from tilewright.ops.attention.kernels.sm90 import backward_schedule as divisions
 from tilewright.ops.attention.kernels.sm90.backward import Config, Shared
 from tilewright.ops.attention.kernels.sm90.backward_args import Params
 from tilewright.ops.attention.kernels.sm90.forward import columns
-from tilewright.ops.attention.kernels.triton.head_sum import head_sum
+from tilewright.ops.attention.kernels.triton.latent.head_sum import head_sum
 from tilewright.ops.attention.layout import addressable
 from tilewright.ops.attention.mla import BACKWARD
 from tilewright.ops.attention.mla.args import MlaBackwardArgs, MlaBucket, backward_bucket, of_fmha

@@ -15,6 +15,7 @@ from tilewright.jit.tape import scratch
 from tilewright.ops.attention import fmha, fmha_varlen
 from tilewright.ops.attention.arguments import FmhaBackwardArgs
 from tilewright.ops.attention.bucket import CAUSAL, SOFTCAP, FmhaBucket
+from tilewright.ops.attention.dropped import Dropout
 from tilewright.ops.attention.kernels.triton import tiles as tiling
 from tilewright.ops.attention.kernels.triton.backward_kernel import keys_kernel, queries_kernel
 from tilewright.ops.attention.kernels.triton.delta import delta, sink_gradient
@@ -112,6 +113,7 @@ def backward(
     config: Config,
     pe: Rope | None = None,
     means: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> None:
     """Write dq, dk and dv.  row_delta: (B, H, S_q) float32; S_k >= 1.  With sinks lse includes them.
 
@@ -128,20 +130,22 @@ def backward(
     bounded = (left >= 0, right >= 0, mask.program, softcap > 0.0)
     numbers = (left, right, args.scale, softcap)
     use_descriptors = config.descriptors and tiling.has_descriptors(q)
-    terms, scattered = bool(mask.program) or softcap > 0.0 or args.slopes is not None, not config.descriptors
+    terms = bool(mask.program) or softcap > 0.0 or args.slopes is not None or dropout is not None
+    scattered = not config.descriptors
     widest = max(d + d_pe, d_v)
 
     # dk and dv
     copied = use_descriptors and all(tiling.describable(t) for t in (q, do, q_pe) if t is not None)
     parts = (*tiling.streamed_parts(d, q, copied), *tiling.streamed_parts(d_v, do, copied))
     row = sum(parts) + tiling.part(d_pe)
-    tile = tiling.fitted(config.keys, q, row, row, widest, (64, 32), "block_m", terms, scattered)
+    most = (64, 32) if dropout is None else (32, 32)  # only sm_90 has registers for more keys
+    tile = tiling.fitted(config.keys, q, row, row, widest, most, "block_m", terms, scattered)
     table = tiling.table(mask, q, k, tile, "key")
     values: tuple[Any, ...] = (
         dk, dv, do, row_delta, q, k, v, args.lse, args.slopes, mask.mask_data, table.counts, table.indices,
         batch, heads, group, s_q, s_k, *numbers, tiling.heads_together(q, do, 1),
         *tiling.steps(False, dk, dv), *tiling.steps(copied, do, q), *tiling.steps(False, k, v), *table.strides,
-        dk_pe, q_pe, k_pe, *tiling.steps(copied, q_pe), *tiling.steps(False, k_pe),
+        dk_pe, q_pe, k_pe, *tiling.steps(copied, q_pe), *tiling.steps(False, k_pe), *tiling.dropped(dropout),
     )  # fmt: skip
     widths = (d, d_v, *parts, d_pe, tiling.part(d_pe))
     constants: tuple[Any, ...] = (*widths, *bounded, copied, tile.block_m, tile.block_n)
@@ -158,6 +162,7 @@ def backward(
         batch, heads, group, s_q, s_k, *numbers, tiling.heads_together(k, v, group),
         *tiling.steps(False, dq, do, q), *tiling.steps(copied, k, v), *table.strides,
         dq_pe, q_pe, k_pe, *tiling.steps(False, dq_pe, q_pe), *tiling.steps(copied, k_pe),
+        *tiling.dropped(dropout),
     )  # fmt: skip
     ragged = not mask.program and s_k % tile.block_n != 0
     widths = (d, d_v, *parts, d_pe, tiling.part(d_pe))
@@ -181,11 +186,18 @@ def why_not(args: FmhaBackwardArgs) -> str | None:
     why_not=why_not,
 )
 def launch(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs, config: Config) -> None:
+    with_delta(outs, args, config)
+
+
+def with_delta(
+    outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs, config: Config, dropout: Dropout | None = None
+) -> None:
+    """Write all gradients, with delta and that of the sinks before and after `backward`."""
     lse, sinks = args.lse, args.sinks
     row_delta = scratch(tuple(lse.shape), torch.float32, lse.device)
     # Of sums over all queries, which may cancel: delta holds the rounding of o
     means = None if sinks is None else scratch(tuple(lse.shape), torch.float32, lse.device)
     delta(row_delta, args.do, args.o, args.dlse)
-    backward(outs, args, row_delta, config, means=means)
+    backward(outs, args, row_delta, config, means=means, dropout=dropout)
     if sinks is not None:
         sink_gradient(outs[3], means, lse, sinks, args.dlse)

@@ -7,6 +7,8 @@
     dQ = scale * dS K
     dK = scale * dS^T Q
 
+Under dropout M is 1 / (1 - p) where a probability stays, else 0: dV = (P * M)^T dO and dP = M * (dO V^T).
+
 Both kernels recompute P from q, k and lse.  No program adds to another's result, so every run gives the same bits.
 """
 
@@ -17,6 +19,8 @@ from tilewright.ops.attention.kernels.triton.scores import (
     LOG2E,
     apply_softcap_alibi,
     describe,
+    head_stream,
+    kept,
     keys_of_tile,
     load_rows,
     queries_of_tile,
@@ -60,6 +64,7 @@ def keys_kernel(
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_table_b, stride_table_h, stride_table_m,
     dk_pe, q_pe, k_pe, stride_qpb, stride_qph, stride_qps, stride_kpb, stride_kph, stride_kps,  # None where P is 0
+    seed, offset, last_dropped, keep_scale,  # as in the forward
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -115,6 +120,8 @@ def keys_kernel(
             q_pe_head = q_pe + (b.to(tl.int64) * stride_qpb + h.to(tl.int64) * stride_qph)
         stats_row = (b * H + h).to(tl.int64) * S_q
         slope = 0.0 if slopes is None else tl.load(slopes + h)
+        if seed is not None:
+            stream, c2, c3 = head_stream(seed, offset, b, h)
 
         # The query tiles to visit
         if PROGRAM != "":
@@ -156,6 +163,9 @@ def keys_kernel(
             queries = start + offs_m
             row_lse = tl.load(lse + stats_row + queries, mask=queries < S_q, other=float("inf")) * LOG2E
             row_delta = tl.load(delta + stats_row + queries, mask=queries < S_q, other=0.0)
+            if seed is not None:
+                keep = kept(stream, c2, c3, last_dropped, start_n, start, BLOCK_N, BLOCK_M, True)
+                dp = tl.where(keep, dp * keep_scale, 0.0)
             p, ds = _compute_p_ds(
                 s, dp, row_lse[None, :], row_delta[None, :], (queries + S_k - S_q)[None, :], keys[:, None], scale,
                 softcap, slope, is_partial, S_k, left, right, mask_data, b, h, LEFT, RIGHT, PROGRAM, MASKED, SOFTCAP,
@@ -163,6 +173,8 @@ def keys_kernel(
             )  # fmt: skip
 
             # dV += P^T dO, dK += dS^T Q
+            if seed is not None:
+                p = tl.where(keep, p, 0.0)
             p = p.to(DTYPE)
             dv0 = tl.dot(p, do0_tile, dv0, input_precision="ieee")
             if V1 > 0:
@@ -175,6 +187,10 @@ def keys_kernel(
                 dkp = tl.dot(ds, qp_tile, dkp, input_precision="ieee")
 
     # Scale dK, store dK and dV
+    if seed is not None:
+        dv0 *= keep_scale
+        if V1 > 0:
+            dv1 *= keep_scale
     dk += b.to(tl.int64) * stride_dkb + h_kv.to(tl.int64) * stride_dkh
     dv += b.to(tl.int64) * stride_dvb + h_kv.to(tl.int64) * stride_dvh
     store_rows(dk, dk0 * scale, start_n, S_k, stride_dks, 0, D)
@@ -197,6 +213,7 @@ def queries_kernel(
     stride_table_b, stride_table_h, stride_table_m,
     dq_pe, q_pe, k_pe, stride_dqpb, stride_dqph, stride_dqps, stride_qpb, stride_qph, stride_qps,  # None where P is 0
     stride_kpb, stride_kph, stride_kps,
+    seed, offset, last_dropped, keep_scale,  # as in the forward
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr, RAGGED: tl.constexpr,
@@ -262,6 +279,8 @@ def queries_kernel(
     positions = pos_first + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     slope = 0.0 if slopes is None else tl.load(slopes + h)
+    if seed is not None:
+        stream, c2, c3 = head_stream(seed, offset, b, h)
     if means is not None:
         mean = tl.zeros((BLOCK_M,), tl.float32)
 
@@ -291,6 +310,9 @@ def queries_kernel(
             dp = tl.dot(do1, v_tile.T, dp, input_precision="ieee")
 
         # P and dS
+        if seed is not None:
+            keep = kept(stream, c2, c3, last_dropped, start_m, start, BLOCK_M, BLOCK_N, False)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
         p, ds = _compute_p_ds(
             s, dp, row_lse[:, None], row_delta[:, None], positions[:, None], (start + offs_n)[None, :], scale, softcap,
             slope, is_partial, S_k, left, right, mask_data, b, h, LEFT, RIGHT, PROGRAM, MASKED, SOFTCAP,

@@ -15,6 +15,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.ops.attention import fmha, fmha_varlen
 from tilewright.ops.attention.arguments import FmhaArgs
 from tilewright.ops.attention.bucket import CAUSAL, PROGRAM, SOFTCAP, FmhaBucket
+from tilewright.ops.attention.dropped import Dropout
 from tilewright.ops.attention.kernels.triton import tiles as tiling
 from tilewright.ops.attention.kernels.triton.forward_kernel import forward_kernel
 from tilewright.ops.attention.kernels.triton.tiles import MOST_D, Config
@@ -77,7 +78,11 @@ def why_not_operands(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def forward(
-    outs: tuple[Tensor, Tensor], args: FmhaArgs, config: Config, pe: tuple[Tensor, Tensor] | None = None
+    outs: tuple[Tensor, Tensor],
+    args: FmhaArgs,
+    config: Config,
+    pe: tuple[Tensor, Tensor] | None = None,
+    dropout: Dropout | None = None,
 ) -> None:
     """Write o (B, H, S_q, D_v) and lse (B, H, S_q) float32; S_k >= 1.
 
@@ -95,7 +100,7 @@ def forward(
     parts = tiling.streamed_parts(d, k, descriptors)
     value_parts = tiling.streamed_parts(d_v, v, descriptors)
     resident = sum(parts) + tiling.part(d_pe)
-    terms = bool(mask.program) or softcap > 0.0 or args.slopes is not None
+    terms = bool(mask.program) or softcap > 0.0 or args.slopes is not None or dropout is not None
     tile = tiling.fitted(
         config.tile, q, resident, resident + sum(value_parts), max(d + d_pe, d_v), (128, 64), terms=terms,
         scattered=not config.descriptors,
@@ -105,7 +110,7 @@ def forward(
         o, lse, q, k, v, args.sinks, args.slopes, mask.mask_data, table.counts, table.indices,
         batch, heads, group, s_q, s_k, left, right, args.scale, softcap, tiling.heads_together(k, v, group),
         *tiling.steps(False, o, q), *tiling.steps(descriptors, k, v), *table.strides,
-        q_pe, k_pe, *tiling.steps(False, q_pe), *tiling.steps(descriptors, k_pe),
+        q_pe, k_pe, *tiling.steps(False, q_pe), *tiling.steps(descriptors, k_pe), *tiling.dropped(dropout),
     )  # fmt: skip
     constants = (
         d, d_v, *parts, *value_parts, d_pe, tiling.part(d_pe),

@@ -12,6 +12,8 @@ from tilewright.ops.attention.kernels.triton.scores import (
     MINUS_INFINITY,
     apply_softcap_alibi,
     describe,
+    head_stream,
+    kept,
     keys_of_tile,
     load_rows,
     schedule_tile,
@@ -28,6 +30,7 @@ def forward_kernel(
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_table_b, stride_table_h, stride_table_m,
     q_pe, k_pe, stride_qpb, stride_qph, stride_qps, stride_kpb, stride_kph, stride_kps,  # None where P is 0
+    seed, offset, last_dropped, keep_scale,  # None without dropout; seed, offset: () int64, offset also None
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr, GENERAL: tl.constexpr,
@@ -36,6 +39,7 @@ def forward_kernel(
     """o = softmax(s) v, lse = log(sum of exp(s)), s = scale * q k^T, softcapped, minus the ALiBi slope, masked.
 
     P > 0: q_pe (B, H, S_q, D_PE) and k_pe (B, 1, S_k, D_PE) add q_pe k_pe^T to the scores of all heads.
+    seed: o = keep_scale * (softmax(s) where `kept`) v; lse is that of all.
     """
     DTYPE: tl.constexpr = v.dtype.element_ty
     MASKED: tl.constexpr = LEFT or RIGHT or RAGGED or PROGRAM != ""
@@ -86,6 +90,8 @@ def forward_kernel(
         qp = load_rows(q_pe, None, b, h, start_m, S_q, stride_qps, 0, P, D_PE, BLOCK_M, False)
     m_i = tl.full((BLOCK_M,), MINUS_INFINITY, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
+    if seed is not None:
+        stream, c2, c3 = head_stream(seed, offset, b, h)
     acc0 = tl.zeros((BLOCK_M, V0), tl.float32)
     if V1 > 0:
         acc1 = tl.zeros((BLOCK_M, V1), tl.float32)
@@ -134,6 +140,8 @@ def forward_kernel(
         alpha = tl.exp2(m_i * qk_scale - m_scaled)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
+        if seed is not None:
+            p = tl.where(kept(stream, c2, c3, last_dropped, start_m, start, BLOCK_M, BLOCK_N, False), p, 0.0)
 
         # O += P V
         p = p.to(DTYPE)
@@ -155,6 +163,8 @@ def forward_kernel(
         l_i = l_i * norm + tl.exp2(sink - base)
         m_log2 = m_sink
     norm = tl.where(l_i == 0.0, 0.0, norm / l_i)
+    if seed is not None:
+        norm = norm * keep_scale
     row_lse = tl.where(l_i == 0.0, MINUS_INFINITY, (m_log2 + tl.log2(l_i)) * LN2)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     tl.store(lse + head.to(tl.int64) * S_q + offs_m, row_lse, mask=offs_m < S_q)

@@ -14,7 +14,7 @@ from tilewright.jit.tape import scratch
 from tilewright.ops.attention.bucket import PROGRAM
 from tilewright.ops.attention.kernels.triton import backward, forward
 from tilewright.ops.attention.kernels.triton.delta import delta
-from tilewright.ops.attention.kernels.triton.head_sum import head_sum
+from tilewright.ops.attention.kernels.triton.latent.head_sum import head_sum
 from tilewright.ops.attention.kernels.triton.tiles import MOST_D, Config
 from tilewright.ops.attention.mla import BACKWARD, FORWARD
 from tilewright.ops.attention.mla.args import MlaArgs, MlaBackwardArgs, MlaBucket, of_fmha

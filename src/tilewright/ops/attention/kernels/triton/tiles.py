@@ -12,6 +12,7 @@ from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.mask.tables import tile_table_of
 from tilewright.ops.attention.arguments import MaskArgs
 from tilewright.ops.attention.bucket import PACKED, PROGRAM, SLOPES, SOFTCAP
+from tilewright.ops.attention.dropped import Dropout
 
 MOST_D = 256
 L2_BYTES = 24 << 20  # K and V of the heads that run together; half of the L2 of an H200
@@ -125,6 +126,11 @@ def _pitches(t: Tensor) -> tuple[int, int, int]:
     return (t.stride(0) if t.shape[0] > 1 else head), head, row
 
 
+def dropped(dropout: Dropout | None) -> tuple[Any, ...]:
+    """seed, offset, the largest random number that drops a probability, and the factor of the others; None without."""
+    return (None,) * 4 if dropout is None else (dropout.seed, dropout.offset, dropout.last, dropout.scale)
+
+
 def heads_together(k: Tensor, v: Tensor, group: int) -> int:
     """Query heads whose K and V fit in the L2 together, in whole groups of heads that share a kv head."""
     size = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
@@ -148,9 +154,9 @@ def fitted(
     numbers per row in shared memory.  Only sm_90 multiplies from shared memory (wgmma).  Others multiply from
     registers: tiles of at most `most` rows, resident and streamed, and half of that where the `widest` operand of a
     head has more than 128 numbers.
-    terms: scores are softcapped, get a slope or are masked by a program, and AMD's GPUs keep the comparisons of all
-    scores in scalar registers.   scattered: rows are unaligned and each element is loaded into a separate register, for
-    which four warps have no room, unless a head has at most 64 numbers.
+    terms: scores are softcapped, get a slope, are masked by a program or dropped, and AMD's GPUs keep the comparisons
+    of all scores in scalar registers.   scattered: rows are unaligned and each element is loaded into a separate
+    register, for which four warps have no room, unless a head has at most 64 numbers.
     """
     arch, size = target_of(t), t.element_size()
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)

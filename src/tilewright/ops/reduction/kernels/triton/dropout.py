@@ -13,14 +13,8 @@ from torch import Tensor
 
 from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.reduction.dropout import (
-    BACKWARD,
-    FORWARD,
-    DropoutArgs,
-    DropoutBackwardArgs,
-    last_dropped,
-    scale_of,
-)
+from tilewright.ops.philox import last_dropped, scale_of
+from tilewright.ops.reduction.dropout import BACKWARD, FORWARD, DropoutArgs, DropoutBackwardArgs
 from tilewright.ops.rows import RowsBucket, no_float64
 
 

@@ -1,1 +1,3 @@
-"""Latent attention over a KV cache: how programs find their work on the device, and the two kernels."""
+"""Latent attention: over a KV cache, how programs find their work on the device, and the two kernels; the sum over heads
+of its backward.
+"""
