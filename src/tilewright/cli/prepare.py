@@ -22,7 +22,7 @@ def check(device: str, *, fp8: bool, quantize: str | None) -> None:
         raise UsageError("--fp8 and --quantize exclude each other; give one.")
     from tilewright.models.quantise import check_format
 
-    check_format("--quantize", quantize)
+    check_format("--quantize", quantize, calibrated=False)
 
 
 def prepare(model: Any, device: str, *, fp8: bool, quantize: str | None) -> None:
