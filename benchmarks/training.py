@@ -1,9 +1,12 @@
-r"""Train one Llama four ways on the same batches: eager, torch.compile, patched, and with Liger where it is installed.
+r"""Train one Llama in several ways on the same batches: eager, torch.compile, patched, and with Liger.
 
-    python benchmarks/training.py --json FILE [--seeds 5] [--steps 200]
+    python benchmarks/training.py --json FILE [--seeds 5] [--steps 200] [--contestants eager patched]
     python benchmarks/training.py --json FILE --seeds 2 --steps 4 --batch 2 --context 64 --layers 1    # on a CPU
     python benchmarks/training.py --json FILE --seeds 1 --steps 12 --batch 4 --context 2048 --layers 4 --hidden 4096 \
         --inner 14336 --head 128 --group 4 --vocab 128256 --lr 1e-4       # Llama 3 8B's layers, on a GPU
+
+"tilewright" is "patched" with `tilewright.optim.AdamW`; "liger" runs where it is installed. `loss_curves.py` judges and
+draws what is written here.
 
 Every contestant runs in a process of its own, because Liger changes transformers' classes and memory is a process'.
 A seed draws the weights and the batches, so contestants differ in rounding alone. The text is the standard library's,
@@ -37,7 +40,7 @@ from tilewright.bench import machine  # noqa: E402
 from tilewright.bench.commit import commit  # noqa: E402
 from tilewright.dispatch.backends import module_exists  # noqa: E402
 
-CONTESTANTS = ("eager", "compile", "patched", "liger")
+CONTESTANTS = ("eager", "compile", "patched", "tilewright", "liger")
 
 
 def build(options, seed, device):
@@ -62,9 +65,17 @@ def prepared(contestant, model):
     """What a step calls."""
     if contestant == "compile":
         return torch.compile(model)
-    if contestant == "patched":
+    if contestant in ("patched", "tilewright"):
         tilewright.patch(model, mode="train", verify=False)
     return model
+
+
+def optimizer_of(contestant, model, lr):
+    """AdamW of tilewright or torch's fastest."""
+    if contestant == "tilewright":
+        return tilewright.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
+    fused = next(model.parameters()).device.type == "cuda"
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=fused)
 
 
 def train(contestant, options, stream, seed):
@@ -72,7 +83,7 @@ def train(contestant, options, stream, seed):
     device = stream.device
     model = build(options, seed, device).train()
     call = prepared(contestant, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    optimizer = optimizer_of(contestant, model, options.lr)
     generator = torch.Generator(device).manual_seed(seed)
     offsets = torch.arange(options.context, device=device)
     losses, times = [], []
@@ -116,6 +127,7 @@ def parsed():
     """The options; `--one` is how a contestant's process is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--one", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--lr", type=float, default=1e-3)
     sizes = {"seeds": 5, "steps": 200, "batch": 16, "context": 512, "layers": 5, "hidden": 192, "vocab": 4096}
@@ -135,7 +147,7 @@ def main():
     before = machine.clocks(device)
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        for contestant in CONTESTANTS:
+        for contestant in options.contestants:
             if contestant == "liger" and not module_exists("liger_kernel"):
                 print("liger is not installed")
                 continue
@@ -147,7 +159,7 @@ def main():
             middle = sorted(ms for row in rows[contestant] for ms in row["step_ms"][1:])
             print(contestant, "last losses", last, "median step", middle[len(middle) // 2], "ms")
     found = machine.describe(device, before=before, after=machine.clocks(device)).to_dict()
-    facts = {name: value for name, value in vars(options).items() if name not in ("json", "one")}
+    facts = {name: value for name, value in vars(options).items() if name not in ("json", "one", "contestants")}
     options.json.write_text(json.dumps({"machine": found, "commit": commit(), **facts, "rows": rows}) + "\n")
 
 
