@@ -138,7 +138,7 @@ def parsed():
 
 
 def main():
-    """Run every contestant that is installed, one after the other, and write what they measured."""
+    """Run every contestant that is installed, one after the other, and write what they measured so far."""
     options = parsed()
     if options.one:
         options.json.write_text(json.dumps(run(options.one, options)))
@@ -158,9 +158,9 @@ def main():
             last = [row["loss"][-1] for row in rows[contestant]]
             middle = sorted(ms for row in rows[contestant] for ms in row["step_ms"][1:])
             print(contestant, "last losses", last, "median step", middle[len(middle) // 2], "ms")
-    found = machine.describe(device, before=before, after=machine.clocks(device)).to_dict()
-    facts = {name: value for name, value in vars(options).items() if name not in ("json", "one", "contestants")}
-    options.json.write_text(json.dumps({"machine": found, "commit": commit(), **facts, "rows": rows}) + "\n")
+            found = machine.describe(device, before=before, after=machine.clocks(device)).to_dict()
+            facts = {name: value for name, value in vars(options).items() if name not in ("json", "one", "contestants")}
+            options.json.write_text(json.dumps({"machine": found, "commit": commit(), **facts, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":
