@@ -99,6 +99,8 @@ def find(
     first, second = (getattr(module, name) for name in norms)
     recipe = recipes[first]
     assert isinstance(recipe, RmsNormRecipe)
+    if recipe.weight is None:
+        return None
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (first, second))
     same = recipe == recipes[second] and getattr(first, recipe.eps) == getattr(second, recipe.eps)
     if hooked or not same or recipe.one_dtype:
