@@ -52,8 +52,9 @@ class GatedRmsNormRecipe:
         options |= {"fp32_weight": self.fp32_weight, "activation": self.activation}
 
         def forward(self: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
-            plain = gate is not None and gate.shape == x.shape and gate.dtype == x.dtype
-            if not plain or (squeezes and x.shape[1] == 1) or stays_with_torch("rms_norm_gated", x, backend):
+            if gate is None or gate.shape != x.shape or gate.dtype != x.dtype or (squeezes and x.shape[1] == 1):
+                return cls.forward(self, x, gate)
+            if stays_with_torch("rms_norm_gated", x, backend):
                 return cls.forward(self, x, gate)
             return ops.rms_norm_gated(
                 x, gate, getattr(self, weight), eps=getattr(self, eps), **options, backend=backend
