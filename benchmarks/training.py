@@ -1,6 +1,6 @@
 r"""Train one Llama on the same batches in several ways, and with Liger where it is installed.
 
-    python benchmarks/training.py --json FILE [--seeds 5] [--steps 200]
+    python benchmarks/training.py --json FILE [--seeds 5] [--steps 200] [--contestants eager patched]
     python benchmarks/training.py --json FILE --seeds 2 --steps 4 --batch 2 --context 64 --layers 1    # on a CPU
     python benchmarks/training.py --json FILE --seeds 1 --steps 12 --batch 4 --context 2048 --layers 4 --hidden 4096 \
         --inner 14336 --head 128 --group 4 --vocab 128256 --lr 1e-4       # Llama 3 8B's layers, on a GPU
@@ -9,6 +9,7 @@ r"""Train one Llama on the same batches in several ways, and with Liger where it
   eager, compile, patched, liger     torch's fused AdamW and clipping
   tilewright, tilewright_compile     patched, with `tilewright.optim`: AdamW and clipping; compiled besides
 
+`loss_curves.py` judges and draws what is written here.
 Every contestant runs in a process of its own, because Liger changes transformers' classes and memory is a process'.
 A seed draws the weights and the batches, so contestants differ in rounding alone. The text is the standard library's,
 with the embedded model's tokenizer; a larger `--vocab` gives the head the size that it has in large models.
@@ -154,7 +155,7 @@ def parsed():
 
 
 def main():
-    """Run every contestant that is installed, one after the other, and write what they measured."""
+    """Run every contestant that is installed, one after the other, and write what they measured so far."""
     options = parsed()
     if options.one:
         options.json.write_text(json.dumps(run(options.one, options)))
@@ -174,9 +175,9 @@ def main():
             last = [row["loss"][-1] for row in rows[contestant]]
             middle = sorted(ms for row in rows[contestant] for ms in row["step_ms"][1:])
             print(contestant, "last losses", last, "median step", middle[len(middle) // 2], "ms")
-    found = machine.describe(device, before=before, after=machine.clocks(device)).to_dict()
-    facts = {name: value for name, value in vars(options).items() if name not in ("json", "one", "contestants")}
-    options.json.write_text(json.dumps({"machine": found, "commit": commit(), **facts, "rows": rows}) + "\n")
+            found = machine.describe(device, before=before, after=machine.clocks(device)).to_dict()
+            facts = {name: value for name, value in vars(options).items() if name not in ("json", "one", "contestants")}
+            options.json.write_text(json.dumps({"machine": found, "commit": commit(), **facts, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python examples/train_stdlib_lm.py              # 20 steps, under a minute on a CPU
 python examples/train_stdlib_lm.py --steps 400
 
-The loop is a plain one, because transformers' Trainer needs accelerate; docs/training.md shows the Trainer.
+The loop is a plain one; `train_with_trainer.py` does the same by transformers' Trainer.
 """
 
 import argparse

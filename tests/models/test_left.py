@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.models.zoo import build
 from torch import Tensor, nn
 
-from tilewright.models import decoder_layers, mlps, norms, patch
+from tilewright.models import decoder_layers, gated_norms, mlps, norms, patch
 from tilewright.models.rotary import functions
 from tilewright.models.stand_in import NotReplaceable
 
@@ -59,6 +59,11 @@ class GatedNorm(Norm):
         return y if gate is None else y * F.silu(gate)
 
 
+class ConditionedNorm(Norm):
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x) * scale + shift
+
+
 class NormWithoutEps(Norm):
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +83,6 @@ class NormWithDropout(Norm):
         (NormEpsOutsideTheRoot, "none of the known formulas"),
         (NormOffsetInBf16, "none of the known formulas"),
         (NormWithDropout, "none of the known formulas"),
-        (GatedNorm, "more than one input"),
         (NormWithoutEps, "no eps"),
         (lambda: nn.BatchNorm1d(16), "raised RuntimeError"),
         (lambda: nn.GroupNorm(4, 16), "raised RuntimeError"),
@@ -90,6 +94,13 @@ class NormWithDropout(Norm):
 def test_norm_is_left(make: Callable[[], nn.Module], reason: str) -> None:
     with pytest.raises(NotReplaceable, match=reason):
         norms.find(make(), None)
+
+
+@pytest.mark.parametrize(("make", "reason"), [(GatedNorm, "no known RMSNorm"), (ConditionedNorm, "is no RMSNorm")])
+def test_norm_with_a_gate_is_left(make: Callable[[], nn.Module], reason: str) -> None:
+    assert norms.find(make(), None) is None
+    with pytest.raises(NotReplaceable, match=reason):
+        gated_norms.find(make(), None)
 
 
 def test_an_eps_alone_makes_no_norm() -> None:
@@ -241,10 +252,19 @@ def test_wrong_rotation_is_left() -> None:
 
 
 def test_scaled_residual_is_left() -> None:
-    """Granite multiplies both branches before the add: Llama's layer in all but one factor."""
+    """Granite multiplies both branches before the add by one number; this layer leaves out the second."""
+    from transformers.models.granite.modeling_granite import GraniteDecoderLayer
+
+    class ScalesOnce(GraniteDecoderLayer):
+        def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+            attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            hidden_states = hidden_states + attended * self.residual_multiplier
+            return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
     model = build("granite")
+    for layer in model.model.layers:
+        layer.__class__ = ScalesOnce
     report = patch(model, verify=False).report()
-    assert report.counts() == {"norm": 5, "mlp": 2, "rotary": 2}
     assert {row.text for row in report.rows if row.kind == "add_norm"} == {
         "does not compute h = x + attention(norm(x)), then h + mlp(norm(h))"
     }

@@ -34,14 +34,13 @@ REPLACED = {
     "gpt_oss": {"norm": 5, "rotary": 2, "experts": 2, "routers": 2},
     "glm": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},
     "cohere": {"norm": 3, "mlp": 2, "rotary": 2},  # attention and MLP side by side on one norm
-    "granite": {"norm": 5, "mlp": 2, "rotary": 2},  # scales what it adds to the residual
+    "granite": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},  # scales what it adds to the residual
 }
 LEFT = {
     "deepseek_v2": {"routers": 1, "attention": 1},  # groups by their best expert
     "gemma2": {"add_norm": 2, "attention": 1},
     "gemma3": {"add_norm": 2, "attention": 1},
     "gpt_oss": {"add_norm": 2, "attention": 1},
-    "granite": {"add_norm": 2, "attention": 1},
 }
 # One row of each form that must be recognised: (module, what its row says)
 FORMS = {

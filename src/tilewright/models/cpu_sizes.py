@@ -2,7 +2,7 @@
 
 A call of an op costs 15 us more than one of torch's own. On one thread of an EPYC (AVX-512, 2026-11) `rms_norm` pays
 from 64 K elements on (41 us in torch, 35 in ours, bf16), `apply_rope` from 128 K, `swiglu` from 64 K of an MLP's input,
-whose gate is some 2.7 times as wide (81 us and 64). `layer_norm`, `qk_norm_rope` and `fused_moe` have no CPU kernel.
+whose gate is some 2.7 times as wide (81 us and 64). `layer_norm` and those of 2^62 below have no CPU kernel.
 Inductor fuses a module's own forward into its neighbours, but not an op, so compiled code keeps the former.
 """
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tilewright.dispatch.preference import resolve
 
-_LEAST = {"rms_norm": 1 << 16, "swiglu": 1 << 16, "apply_rope": 1 << 17, "qk_norm_rope": 1 << 62, "fused_moe": 1 << 62}
+_LEAST = {"rms_norm": 1 << 16, "swiglu": 1 << 16, "apply_rope": 1 << 17}
+_LEAST |= dict.fromkeys(("qk_norm_rope", "rms_norm_gated", "relu2", "fused_moe"), 1 << 62)
 _NEVER = "layer_norm"  # verification neither: in bf16 torch's weight gradient is 15 times as far off as model code's
 
 _every_size = [False]

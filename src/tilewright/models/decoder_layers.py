@@ -5,8 +5,8 @@
 is the layer of Llama and most of its descendants. Unfused, h is written by the add and read again by norm2; fused,
 one kernel reads its inputs once and writes both results. A probe finds out whether a layer has this structure: small
 recording functions take the place of its children, and the layer's own forward must then give, bit for bit, the sum
-above, and must pass attention the arguments that our forward would. A layer with four norms (Gemma 2 and 3) or a scaled
-residual (Granite) does not, and is left.
+above, and must pass attention the arguments that our forward would. Both branches may be multiplied by one number of
+the layer before they are added (Granite). A layer with four norms (Gemma 2 and 3) is another, and is left.
 """
 
 import dataclasses
@@ -42,13 +42,14 @@ class AddNormRecipe:
     names: tuple[str, ...]  # the parameters after it, all passed on to attention
     defaults: tuple[tuple[str, Any], ...]  # the defaults of those parameters that have one
     keyword: str | None  # the name by which attention gets the hidden states; None: by position
+    multiplier: str | None  # of what attention and MLP return, an attribute of the layer
     backend: str | None
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, hidden_states, ...) with the original's order of arguments -> hidden states (B, S, H)."""
         norm1, attention, norm2, mlp = self.norm1, self.attention, self.norm2, self.mlp
         names, defaults, second, backend = self.names, dict(self.defaults), self.second, self.backend
-        keyword = self.keyword
+        keyword, multiplier = self.keyword, self.multiplier
 
         def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if stays_with_torch("rms_norm", x, backend):
@@ -60,6 +61,8 @@ class AddNormRecipe:
                 attended = getattr(self, attention)(normed, **options)[0]
             else:
                 attended = getattr(self, attention)(**{keyword: normed}, **options)[0]
+            if multiplier is not None:
+                attended = attended * getattr(self, multiplier)
             if attended.dtype != x.dtype:  # under autocast, where the layer's own sum promotes
                 common = torch.promote_types(attended.dtype, x.dtype)
                 attended, x = attended.to(common), x.to(common)
@@ -67,18 +70,20 @@ class AddNormRecipe:
             normed, residual = ops.add_rms_norm(
                 attended,
                 x,
-                getattr(norm, second.weight),
+                None if second.weight is None else getattr(norm, second.weight),
                 eps=getattr(norm, second.eps),
                 offset=second.offset,
                 fp32_weight=second.fp32_weight,
                 backend=backend,
             )
-            return residual + getattr(self, mlp)(normed)
+            inner: Tensor = getattr(self, mlp)(normed)
+            return residual + (inner if multiplier is None else inner * getattr(self, multiplier))
 
         return rename_argument(forward, "x", self.argument)
 
     def __str__(self) -> str:
-        return f"ops.add_rms_norm: the add after {self.attention} with {self.norm2}"
+        times = "" if self.multiplier is None else f" * {self.multiplier}"
+        return f"ops.add_rms_norm: the add after {self.attention}{times} with {self.norm2}"
 
 
 def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | None) -> Proposal | None:
@@ -104,9 +109,12 @@ def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | 
         raise NotReplaceable("add_norm", reason)
     if dropout := next((n for n, m in module._modules.items() if isinstance(m, nn.Dropout) and m.p > 0), None):
         raise NotReplaceable("add_norm", f"{dropout} drops part of the residual stream")
-    for norm1, norm2 in itertools.permutations(norms):
-        for attention, mlp in itertools.permutations(blocks):
-            if recipe := _recipe(module, norm1, attention, norm2, mlp, norms[norm2]):
+    numbers = [name for name, value in vars(module).items() if isinstance(value, float)]
+    for multiplier in (*numbers, None):
+        for (norm1, norm2), (attention, mlp) in itertools.product(
+            itertools.permutations(norms), itertools.permutations(blocks)
+        ):
+            if recipe := _recipe(module, norm1, attention, norm2, mlp, norms[norm2], multiplier):
                 norm = module._modules[norm2]
                 assert norm is not None
                 if norm._forward_hooks or norm._forward_pre_hooks:
@@ -142,7 +150,13 @@ class _Mlp(nn.Module):
 
 
 def _recipe(
-    module: nn.Module, norm1: str, attention: str, norm2: str, mlp: str, second: RmsNormRecipe
+    module: nn.Module,
+    norm1: str,
+    attention: str,
+    norm2: str,
+    mlp: str,
+    second: RmsNormRecipe,
+    multiplier: str | None,
 ) -> AddNormRecipe | None:
     """The recipe for these roles, if it reproduces the layer in every way of passing its arguments."""
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
@@ -168,6 +182,8 @@ def _recipe(
             children = {attention: stub, mlp: _Mlp(torch.randn(_WIDTH, device=device, dtype=dtype))}
             children |= {norm: _small_norm(module, norm, device, dtype) for norm in (norm1, norm2)}
             layer = stand_in(module, children=children).train(training)  # a functional dropout must not be lost
+            if multiplier is not None:
+                vars(layer)[multiplier] = 0.7  # 1 would hide where it multiplies
             x = torch.randn(2, 3, _WIDTH, device=device, dtype=dtype)
             try:
                 expected = call("add_norm", type(module).forward, layer, x, *args, **kwargs)
@@ -175,7 +191,7 @@ def _recipe(
                 return None  # the roles are wrong: the MLP's stub was called as attention
             received, keyword = stub.received, stub.keyword
             recipe = AddNormRecipe(
-                norm1, attention, norm2, mlp, second, first.name, tuple(values), defaults, keyword, "torch"
+                norm1, attention, norm2, mlp, second, first.name, tuple(values), defaults, keyword, multiplier, "torch"
             )
             got = call("add_norm", recipe.build(type(module)), layer, x, *args, **kwargs)
             if match(got, expected) != "bitwise" or stub.received != received or stub.keyword != keyword:

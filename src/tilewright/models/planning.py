@@ -18,6 +18,7 @@ from tilewright.dispatch import contract
 from tilewright.models import (
     decoder_layers,
     fp8_linears,
+    gated_norms,
     linears,
     mlps,
     norms,
@@ -57,6 +58,7 @@ def _propose(model: nn.Module, mode: Mode, heads: frozenset[nn.Module] | None, b
     proposals: Proposals = {}
     for path, module in model.named_modules():
         answers = _ask(partial(norms.find, backend=backend), module)
+        answers += _ask(partial(gated_norms.find, backend=backend), module)
         answers += _ask(partial(mlps.find, backend=backend), module)
         answers += _ask(partial(experts.find, backend=backend), module)
         answers += _ask(partial(scored_blocks.find, backend=backend), module)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts", "routers", "loss"]
 OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
-    "norm": ("rms_norm", "layer_norm"),
-    "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
+    "norm": ("rms_norm", "layer_norm", "rms_norm_gated"),
+    "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul", "relu2"),
     "rotary": ("apply_rope", "qk_norm_rope"),
     "add_norm": ("add_rms_norm",),
     "linear": ("matmul",),

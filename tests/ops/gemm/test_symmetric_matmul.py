@@ -60,9 +60,7 @@ def test_other_strides_and_numbers_that_are_not_finite(backend):
 
 def test_gradients_are_refused():
     a = torch.ones(4, 8, requires_grad=True)
-    with pytest.raises(
-        InputError, match=r"has no gradient, and an operand requires one. Use bmm"
-    ):
+    with pytest.raises(InputError, match=r"has no gradient, and an operand requires one. Use bmm"):
         symmetric_matmul(a)
     with torch.no_grad():
         assert torch.equal(symmetric_matmul(a), torch.full((4, 4), 8.0))

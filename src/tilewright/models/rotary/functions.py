@@ -31,10 +31,12 @@ from tilewright.models.stand_in import Match, NotReplaceable, Proposal, obstacle
 #   repeated      the table repeats each column (Cohere)
 #   complex       one complex table instead of cos and sin (DeepSeek-V2)
 #   to_halves     the result is all first elements of pairs, then all second ones (DeepSeek-V3)
+# Pairs (i, i + R/2) of packed sequences, (T, H, D):
+#   packed        in float32 whatever the dtypes (vision towers of Qwen-VL and GLM-4V)
 _WIDTH = 16  # head dim of the probe
-Style = Literal["half", "half_once", "interleaved", "repeated", "complex", "to_halves"]
+Style = Literal["half", "half_once", "interleaved", "repeated", "complex", "to_halves", "packed"]
 _STYLES: dict[Layout, tuple[Style, ...]] = {
-    "halves": ("half", "interleaved", "to_halves"),
+    "halves": ("half", "interleaved", "to_halves", "packed"),
     "pairs": ("repeated",),
     "once": ("half_once",),
     "complex": ("complex",),
@@ -127,9 +129,11 @@ def _replacement(
             cos, *weights, options = cos
             norms = dict(zip(("q_weight", "k_weight"), weights, strict=True)) | options
             rope = functools.partial(ops.qk_norm_rope, **norms, backend=backend)
-        elif stays_with_torch("apply_rope", q, backend):
+        elif stays_with_torch("apply_rope", q, backend) or (style == "packed" and (q.dim() != 3 or cos.dim() != 2)):
             result: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
             return result
+        if style == "packed":
+            return rope(q, k, cos=cos.float(), sin=sin.float())
         heads_dim = {**dict(zip(rest, args, strict=False)), **kwargs}.get("unsqueeze_dim", 1)
         if heads_dim == 2:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -174,11 +178,19 @@ def _style(
     if len(parameters) >= leading and set(rest) <= {"unsqueeze_dim", "position_ids"}:
         cases = {(layout, dtype, table_dtype) for layout, table_dtype in tables}
         cases |= {(layout, torch.float32, torch.float32) for layout in layouts}
+        failure: NotReplaceable | None = None
         for style in _STYLES[min(layouts)]:
             ours = _replacement(style, rest, "torch", function)
-            verdicts = [_match(function, ours, rest, layout, device, *dtypes) for layout, *dtypes in cases]
+            match = _match_packed if style == "packed" else _match
+            try:
+                verdicts = [match(function, ours, rest, layout, device, *dtypes) for layout, *dtypes in cases]
+            except NotReplaceable as error:
+                failure = failure or error
+                continue
             if verdict := weakest(verdicts):
                 return rest, style, verdict
+        if failure is not None:
+            raise failure
     name = getattr(function, "__name__", repr(function))
     raise NotReplaceable("rotary", f"{name}({', '.join(parameters)}) is none of the rotations of ops.apply_rope")
 
@@ -211,3 +223,21 @@ def _match(
                 if rotated == _WIDTH:
                     raise  # a function may refuse partial rotation only
     return weakest(verdicts)
+
+
+def _match_packed(
+    theirs: Callable[..., Any],
+    ours: Callable[..., Any],
+    rest: tuple[str, ...],
+    layout: Layout,
+    device: torch.device,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+) -> Match | None:
+    """Compare on one packed sequence, of which each token has its row of the table."""
+    if rest:
+        return None
+    with probing(device):
+        q, k = (torch.randn(5, heads, _WIDTH, device=device, dtype=dtype) for heads in (4, 1))
+        table = example(layout, (5, _WIDTH // 2), device, table_dtype)
+        return run_both("rotary", theirs, ours, q, k, *table)

@@ -58,6 +58,8 @@ class QkNormRotaryRecipe:
         unfused = self.rotary.build(cls)
         fused = _without_calls(unfused, (self.q_norm, self.k_norm))
         q_norm, k_norm, norm, place, backend = self.q_norm, self.k_norm, self.norm, self.place, self.backend
+        weight = norm.weight
+        assert weight is not None
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             tables = args[place] if place < len(args) else kwargs.get(_TABLES)
@@ -66,7 +68,7 @@ class QkNormRotaryRecipe:
             first, second = getattr(self, q_norm), getattr(self, k_norm)
             options = {"eps": getattr(first, norm.eps), "offset": norm.offset, "fp32_weight": norm.fp32_weight}
             cos, sin = tables
-            normed = NormedTable(cos, getattr(first, norm.weight), getattr(second, norm.weight), options), sin
+            normed = NormedTable(cos, getattr(first, weight), getattr(second, weight), options), sin
             if place < len(args):
                 return fused(self, *args[:place], normed, *args[place + 1 :], **kwargs)
             return fused(self, *args, **{**kwargs, _TABLES: normed})
@@ -99,6 +101,8 @@ def find(
     first, second = (getattr(module, name) for name in norms)
     recipe = recipes[first]
     assert isinstance(recipe, RmsNormRecipe)
+    if recipe.weight is None:
+        return None
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (first, second))
     same = recipe == recipes[second] and getattr(first, recipe.eps) == getattr(second, recipe.eps)
     if hooked or not same or recipe.one_dtype:
@@ -157,7 +161,7 @@ def _reproduces(module: nn.Module, fused: QkNormRotaryRecipe) -> Match | None:
                 return None
         clone = stand_in(module, children=children).eval()  # a dropout would differ from run to run
         clone.__class__ = specialise(type(module), fused)
-        d = getattr(children[fused.q_norm], fused.norm.weight).numel()
+        d = next(p for p in children[fused.q_norm].parameters()).numel()
         x = torch.randn(2, 5, _WIDTH, device=device, dtype=dtype)
         unfused = fused.rotary.build(type(module))
         for batch, cache in ((2, None), (1, _Cache())):

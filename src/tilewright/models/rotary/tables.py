@@ -64,15 +64,21 @@ def _layouts(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Layout, to
     }
     device = next((b.device for b in module.buffers()), torch.device("cpu"))
     for extra in kinds.get(tuple(names), []):
-        with probing(device):
-            x = torch.zeros(1, 4, 8, device=device, dtype=dtype)
-            positions = torch.tensor([[1, 2, 3, 7]], device=device)
+        if (table := _table(module, dtype, device, extra)) is not None and (layout := _layout(table)):
+            yield layout, (table[0] if isinstance(table, tuple) else table).dtype
+
+
+def _table(module: nn.Module, dtype: torch.dtype, device: torch.device, extra: tuple[Any, ...]) -> Any:
+    """What a rotary module makes for four positions (B, S), or (3, B, S) as M-RoPE has them; None where it fails."""
+    with probing(device):
+        x = torch.zeros(1, 4, 8, device=device, dtype=dtype)
+        positions = torch.tensor([[1, 2, 3, 7]], device=device)
+        for each in (positions, positions.expand(3, -1, -1)):
             try:
-                table = call("rotary", type(module).forward, stand_in(module), x, positions, *extra)
+                return call("rotary", type(module).forward, stand_in(module), x, each, *extra)
             except NotReplaceable:
                 continue
-        if layout := _layout(table):
-            yield layout, (table[0] if isinstance(table, tuple) else table).dtype
+    return None
 
 
 def _layout(table: Any) -> Layout | None:

@@ -51,7 +51,7 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if not others:
         raise NotReplaceable(KIND, "has no child beside its head")
     decoder = max(others, key=lambda name: sum(1 for _ in others[name].parameters()))
-    for form, where in _forms(module, code.co_names):
+    for form, where in _forms(module, code.co_names, decoder):
         recipe = LossRecipe(head, form, where, parameters.index("labels") - 1, "torch")
         if _reproduces(module, recipe, decoder):
             final = dataclasses.replace(recipe, backend=backend)
@@ -77,11 +77,12 @@ def _head(module: Any) -> str:
     return name
 
 
-def _forms(module: Any, names: tuple[str, ...]) -> Iterator[tuple[Form, str]]:
+def _forms(module: Any, names: tuple[str, ...], decoder: str) -> Iterator[tuple[Form, str]]:
     """What may happen to logits: nothing, or one operation with a number that the forward reads."""
     yield "plain", ""
     for name in names:
-        for where, owner in ((name, vars(module)), (f"config.{name}", vars(getattr(module, "config", module)))):
+        owners = {"": module, "config.": getattr(module, "config", module), f"{decoder}.": module._modules[decoder]}
+        for where, owner in ((prefix + name, vars(each)) for prefix, each in owners.items()):
             if isinstance(number := owner.get(name), (int, float)) and not isinstance(number, bool) and number:
                 yield "softcap", where
                 yield "multiplied", where
@@ -89,10 +90,11 @@ def _forms(module: Any, names: tuple[str, ...]) -> Iterator[tuple[Form, str]]:
 
 
 class _Decoder(nn.Module):
-    """Stands for all of a model below its head: returns the hidden states that it holds."""
+    """Stands for all of a model below its head: returns the hidden states that it holds, and has the same numbers."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, decoder: nn.Module) -> None:
         super().__init__()
+        vars(self).update({name: value for name, value in vars(decoder).items() if isinstance(value, float)})
         self.hidden = nn.Parameter(hidden)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +105,8 @@ def _reproduces(module: nn.Module, recipe: LossRecipe, decoder: str) -> bool:
     """Compare means, sums over a number of items, and labels that were shifted by the caller."""
     head: Any = module._modules[recipe.head]
     device, classes = head.weight.device, head.weight.shape[0]
+    child = module._modules[decoder]
+    assert child is not None
     ours = recipe.build(type(module))
     with probing(device), torch.enable_grad():
         sizes = torch.linspace(1.0, 60.0, _LENGTH, device=device)[:, None]  # large logits show a cap
@@ -110,7 +114,7 @@ def _reproduces(module: nn.Module, recipe: LossRecipe, decoder: str) -> bool:
         labels = torch.randint(0, classes, (_BATCH, _LENGTH), device=device)
         labels[0, :3] = -100
         linear: nn.Module = nn.Linear(_WIDTH, classes, bias=head.bias is not None, device=device)
-        model = stand_in(module, children={decoder: _Decoder(hidden), recipe.head: linear}).train()
+        model = stand_in(module, children={decoder: _Decoder(hidden, child), recipe.head: linear}).train()
         parameters = [p for p in model.parameters() if p.requires_grad]
         cases: tuple[dict[str, Any], ...] = ({}, {"num_items_in_batch": 7}, {"shift_labels": labels.roll(2, 1)})
         for options in cases:

@@ -1,3 +1,1 @@
-"""Latent attention: over a KV cache, how programs find their work on the device, and the two kernels; the sum over heads
-of its backward.
-"""
+"""Latent attention over a KV cache: how programs find their work, both kernels; the sum over heads of its backward."""
