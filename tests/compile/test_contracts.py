@@ -40,10 +40,11 @@ SAMPLED = {"fmha", "fmha_dropout", "fmha_varlen", "mla"}
 # The kernel, and bytes that a thread moves: in tiles of 32 queries and 64 keys of packed sequences, D = 128, the
 # fastest on an H200; in tiles of 64 keys of 576 numbers, 599 us on an H100 where 32 keys took 735.  Products with
 # transposed weights of 2880 columns spill only there, and were measured nowhere yet, as the masks of a tile and its
-# mirror, in AMD's scalar registers.  For the others ptxas keeps to 64 or 128 registers of 255
+# mirror, in AMD's scalar registers.  For the others ptxas keeps to 64, 96 or 128 registers of 255
 MEASURED_SPILLS = {
     ("fmha_bwd", "sm_90"): ("keys_kernel", 16),
     ("fmha_varlen_bwd", "sm_90"): ("keys_kernel", 16),
+    ("fmha_decode", "sm_90"): ("attend_kernel", 8),
     ("mla_decode", "sm_90"): ("attend_kernel", 256),
     ("mla_decode", "sm_80"): ("attend_kernel", 32),
     ("mla_decode", "sm_100"): ("attend_kernel", 24),

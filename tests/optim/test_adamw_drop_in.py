@@ -229,6 +229,22 @@ def test_a_grad_scaler_skips_overflows_without_a_host_read():
     assert_same(mine, theirs)
 
 
+@pytest.mark.parametrize("limit", [0.05, 1e6])
+def test_clipping_in_the_step_is_clipping_before_it(limit):
+    (mine, ours), (theirs, reference) = pair(lr=0.05)
+    ours = copy.deepcopy(AdamW([{"params": mine[:1]}, {"params": mine[1:]}], lr=0.05, max_grad_norm=limit))
+    mine = [p for group in ours.param_groups for p in group["params"]]
+    for number in range(4):
+        give_gradients(mine, number), give_gradients(theirs, number)
+        ours.grad_scale = torch.tensor(8.0)  # as a GradScaler would
+        for p in mine:
+            p.grad.mul_(8.0)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, limit)
+        ours.step(), reference.step()
+        torch.testing.assert_close(ours.grad_norm, norm)
+    assert_same(mine, theirs)
+
+
 def test_what_is_refused_is_named_and_nothing_is_written():
     p = nn.Parameter(torch.ones(3))
     for options, match in [
@@ -236,6 +252,7 @@ def test_what_is_refused_is_named_and_nothing_is_written():
         ({"differentiable": True}, "differentiable=True; needs False"),
         ({"state_dtype": torch.float16}, "state_dtype is torch.float16"),
         ({"seed": -1}, "seed is -1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
     ]:
         with pytest.raises(InputError, match=match):
             AdamW([p], **options)

@@ -1,5 +1,6 @@
 """AdamW with one fused step a parameter."""
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, overload
@@ -11,10 +12,11 @@ from tilewright.errors import InputError
 from tilewright.ops import adamw, adamw_8bit
 from tilewright.ops.optim.memory import is_dense
 from tilewright.optim.averages import complete_averages, names_of_averages, state_dtypes
+from tilewright.optim.clip import total_norm
 from tilewright.optim.gradients import with_gradients
 
 _HALF = (torch.bfloat16, torch.float16)
-_OWN_OPTIONS = ("master_weights", "stochastic_rounding", "state_dtype", "seed")
+_OWN_OPTIONS = ("master_weights", "stochastic_rounding", "state_dtype", "seed", "max_grad_norm")
 _REFUSED = {"amsgrad": "its maximum is a third state", "differentiable": "a step has no gradient"}
 
 
@@ -34,14 +36,19 @@ class AdamW(torch.optim.AdamW):
               by less than a 256th of itself in a step does not change; or torch.uint8: codes of the dynamic map and a
               scale for 256 elements, for parameters of 4096 elements and more.
     seed:     0 to 2^31 - 1.
+    max_grad_norm: clip the gradients to this norm, over all groups: the step divides them by max(1, (norm + 1e-6) /
+              max_grad_norm), where `clip_grad_norm_` reads and writes every gradient once more.  They stay as they are.
+              After a step `grad_norm` is the norm before, () float32 on the device.  None: no clipping.
 
-    All of them are options of groups.  State: "step", "exp_avg" and "exp_avg_sq", as torch's, then "master" and "seed":
-    either class loads the other's state_dict; states keep their precision here.  Averages of 8 bits are
-    "exp_avg_codes", "exp_avg_scale", "exp_avg_sq_codes" and "exp_avg_sq_scale", which torch's does not take; loaded
-    averages become what state_dtype says in the next step.  With a `torch.amp.GradScaler` the step
-    divides by its scale, and leaves everything as it was after an overflow, without a host synchronisation.
+    All of them are options of groups, max_grad_norm the same one of all. State: "step", "exp_avg" and "exp_avg_sq",
+    as torch's, then "master" and "seed": either class loads the other's state_dict; states keep their precision here.
+    Averages of 8 bits are "exp_avg_codes", "exp_avg_scale", "exp_avg_sq_codes" and "exp_avg_sq_scale", which torch's
+    does not take; loaded averages become what state_dtype says in the next step. With a `torch.amp.GradScaler` the
+    step divides by its scale, and leaves everything as it was after an overflow, without a host synchronisation.
     Raises InputError for amsgrad, differentiable, sparse and sharded gradients, before anything is written.
     """
+
+    grad_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -61,8 +68,9 @@ class AdamW(torch.optim.AdamW):
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        max_grad_norm: float | None = None,
     ) -> None:
-        values = (master_weights, stochastic_rounding, state_dtype, seed)
+        values = (master_weights, stochastic_rounding, state_dtype, seed, max_grad_norm)
         self._own_defaults = dict(zip(_OWN_OPTIONS, values, strict=True))
         _check_options({"amsgrad": amsgrad, "differentiable": differentiable, **self._own_defaults})
         super().__init__(
@@ -114,12 +122,13 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         chosen = [with_gradients("AdamW", group["params"]) for group in self.param_groups]
+        grad_scale = self._grad_scale([p.grad for params in chosen for p in params if p.grad is not None])
         numbers = {p: i for i, (p, _) in enumerate(self._parameters())}
         for group, params in zip(self.param_groups, chosen, strict=True):
             for p in params:
                 self._complete(p, group, numbers[p])
             for device in dict.fromkeys(p.device for p in params):
-                self._step_on(device, group, [p for p in params if p.device == device])
+                self._step_on(device, group, [p for p in params if p.device == device], grad_scale)
         return loss
 
     def _parameters(self) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -137,13 +146,27 @@ class AdamW(torch.optim.AdamW):
         if group["stochastic_rounding"] and "seed" not in state:
             state["seed"] = torch.full((), (group["seed"] << 32) + number, dtype=torch.int64, device=p.device)
 
-    def _step_on(self, device: torch.device, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _grad_scale(self, grads: list[Tensor]) -> Tensor | None:
+        """What a step divides gradients by: the scale of a GradScaler, and what clips them."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        limit, *others = {group["max_grad_norm"] for group in self.param_groups}
+        if others:
+            raise InputError(f"AdamW: groups have max_grad_norm {limit} and {others[0]}; it is one of all gradients.")
+        if limit is None or not grads:
+            return scale
+        norm = total_norm(grads)
+        scale = torch.ones_like(norm) if scale is None else scale.to(norm.device, torch.float32).view(())
+        self.grad_norm = norm / scale
+        return scale * ((self.grad_norm + 1e-6) / limit).clamp(min=1.0)
+
+    def _step_on(
+        self, device: torch.device, group: dict[str, Any], params: list[Tensor], grad_scale: Tensor | None
+    ) -> None:
         """The step of the parameters of one group and device; the launches beside theirs are one a list."""
         states = [self.state[p] for p in params]
         steps = [state["step"] for state in states]
         grad_scale, found_inf = (
-            None if t is None else t.to(device, torch.float32)
-            for t in (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+            None if t is None else t.to(device, torch.float32) for t in (grad_scale, getattr(self, "found_inf", None))
         )
         options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
         options |= {"lr": _on_device(group["lr"], device), "grad_scale": grad_scale, "found_inf": found_inf}
@@ -184,6 +207,9 @@ def _check_options(options: dict[str, Any]) -> None:
         raise InputError(
             f"AdamW: state_dtype is {options['state_dtype']}; needs torch.float32, torch.bfloat16 or torch.uint8."
         )
+    limit = options.get("max_grad_norm")
+    if limit is not None and not 0 < limit < math.inf:
+        raise InputError(f"AdamW: max_grad_norm is {limit}; needs a finite number above 0, or None.")
     seed = options.get("seed", 0)
     if not isinstance(seed, int) or not 0 <= seed < 1 << 31:
         raise InputError(f"AdamW: seed is {seed!r}; needs an integer from 0 to 2^31 - 1.")

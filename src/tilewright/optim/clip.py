@@ -1,7 +1,7 @@
 """Gradients scaled down to a norm."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,11 +33,16 @@ def clip_grad_norm_(
     grads = [p.grad for p in params if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    norms = [grad_norm(g, norm_type=norm_type).to(grads[0].device) for g in grads]
-    norm = grad_norm(torch.stack(norms), norm_type=norm_type)
+    norm = total_norm(grads, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} is {norm.item()}; it must be finite.")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for kind in dict.fromkeys((g.device, g.dtype) for g in grads):
         torch._foreach_mul_([g for g in grads if (g.device, g.dtype) == kind], factor.to(kind[0]))
     return norm
+
+
+def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of the norms of one gradient or more, () float32 on the device of the first."""
+    norms = [grad_norm(g, norm_type=norm_type).to(grads[0].device) for g in grads]
+    return grad_norm(torch.stack(norms), norm_type=norm_type)

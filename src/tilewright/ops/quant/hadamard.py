@@ -82,8 +82,11 @@ def transform(x: Tensor) -> Tensor:
 
 def _small(x: Tensor, m: int) -> Tensor:
     """Returns P_m x of x (..., m, columns), in one step for each column of P_m."""
-    columns = torch.tensor(rows_of(m), dtype=x.dtype, device=x.device).unsqueeze(-1).unbind(1)  # m of (m, 1)
-    y = x[..., :1, :] * columns[0]
-    for j, column in enumerate(columns[1:], 1):
-        y = y + x[..., j : j + 1, :] * column
+    rows = rows_of(m)
+    places = torch.arange(m, device=x.device)  # signs are made on the device: a graph may capture this
+    y = torch.zeros_like(x)
+    for j in range(m):
+        negative = sum(1 << i for i in range(m) if rows[i][j] < 0)
+        sign = (1 - 2 * ((negative >> places) & 1)).to(x.dtype).unsqueeze(-1)  # (m, 1)
+        y = y + x[..., j : j + 1, :] * sign
     return y

@@ -6,7 +6,7 @@ difference, for which the halves are read again.
 Every product takes its dimension last; what is shorter than 16, or no power of two (a = 12, 20, 28, 36), is padded with
 zeros.  Entries of the matrices are computed from their indices, not read.
 A product's operands are 16 bits wide, and 1 and -1 are exact in them.  So is x in bf16 and fp16; float32 numbers are
-sums of bfloat16 numbers: three hold all 24 bits, and two are enough between products whose result is rounded to 16.
+sums of bfloat16 numbers: three hold all 24 bits, and two, 16 bits, are enough between products whose result is bf16.
 Infinities stay in the first summand, as they do in sums.
 Backward: the same transform of dy.
 
@@ -171,7 +171,7 @@ def _hadamard_kernel(
     offs_n = ((offs_a * HALVES * b + offs_b) * c)[:, None] + offs_c[None, :]
     x += row[:, None] * stride_x + offs_n
     y += row[:, None] * (a * HALVES * b * c) + offs_n
-    TERMS: tl.constexpr = 3 if x.dtype.element_ty == tl.float32 else 2
+    TERMS: tl.constexpr = 2 if x.dtype.element_ty == tl.bfloat16 else 3
     for half in tl.range(HALVES, num_stages=1):
         tile = tl.load(x, mask=mask, other=0.0)  # (ROWS * A * B, C)
         if HALVES == 2:
