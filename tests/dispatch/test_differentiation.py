@@ -30,18 +30,14 @@ PROBLEMS = {
     "layer_norm": [ROWS, {**ROWS, "affine": "none"}],
     "group_norm": [IMAGES, {**IMAGES, "affine": "none", "channels_last": True}],
     "rms_norm_gated": [ROWS, {**ROWS, "norm_before_gate": False, "groups": 2}],
-    "silu_and_mul": [ROWS],
+    **{name: [ROWS] for name in ("silu_and_mul", "geglu", "softmax", "log_softmax", "sparsemax")},
     "swiglu": [ROWS, {**ROWS, "gate_multiplier": 0.5, "limit": 0.5}],
     "gelu_and_mul": [ROWS, {**ROWS, "approximate": "none"}],
-    "geglu": [ROWS],
     "relu2": [ROWS, {**ROWS, "gated": True}],
     "hadamard_transform": [ROWS, {**ROWS, "factor": 0.5}],
     "swigluoai_and_mul": [ROWS, {**ROWS, "interleaved": False}],
-    "softmax": [ROWS],
-    "log_softmax": [ROWS],
     "logsumexp": [ROWS, {**ROWS, "keepdim": True}],
     "masked_softmax": [{**SCORES, "causal": True, "temperature": 2.0}, {**SCORES, "mask": "bias"}],
-    "sparsemax": [ROWS],
     "dropout": [{**ROWS, "p": 0.5, "residual": True}],
     "apply_rope": [ROTARY, {**ROTARY, "interleaved": True, "R": 4}],
     "qk_norm_rope": [ROTARY, {**ROTARY, "interleaved": True, "R": 4, "offset": 1.0}],
@@ -55,6 +51,7 @@ PROBLEMS = {
         {**ATTENTION, "alibi": True, "window": 2},
         {**ATTENTION, "S_q": 1, "S_k": 4, "return_lse": True},
     ],
+    "fmha_dropout": [{**ATTENTION, "causal": True, "p": 0.3}],
     "fmha_varlen": [PACKED, {**PACKED, "sinks": True}],
     "mla": [LATENT, {**LATENT, "causal": False}],
     "topk_softmax": [ROUTED],
@@ -67,8 +64,8 @@ PROBLEMS = {
         {**ENTROPY, "weight": True, "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 2.0, "reduction": "none"},
     ],
     "linear_cross_entropy": [
-        {**ENTROPY, "K": 4, "bias": True, "chunk_rows": 2},
-        {**ENTROPY, "K": 4, "z_loss": 0.1, "reduction": "none"},
+        {**ENTROPY, "K": 4, **options}
+        for options in ({"bias": True, "chunk_rows": 2}, {"z_loss": 0.1, "reduction": "none"})
     ],
     "kl_div": [ROWS, {**ROWS, "log_target": True, "reduction": "none"}],
     "jsd": [

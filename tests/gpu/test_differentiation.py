@@ -43,6 +43,7 @@ LARGER = {
     "grouped_matmul": {"G": 2, **PRODUCT},
     "gated_mlp": {"M": 64, "H": 64, "I": 128},
     "fmha": {"B": 1, "H": 4, "H_kv": 2, "S": 128, "D": 64, "causal": True},
+    "fmha_dropout": {"B": 1, "H": 4, "H_kv": 2, "S": 128, "D": 64, "causal": True, "p": 0.3},
     "fmha_varlen": {"H": 4, "H_kv": 2, "D": 64, "lengths": (37, 64, 27), "causal": True},
     "mla": {"B": 1, "H": 4, "S": 128, "D": 128, "D_pe": 64, "D_v": 128},
     "topk_softmax": {"M": 64, "N": 16, "K": 4},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_WHEEL_BYTES = 2 << 20
+MAX_WHEEL_BYTES = 9 << 18
 
 
 @pytest.fixture(scope="module")
