@@ -7,7 +7,7 @@ r"""Train one Llama on the same batches in several ways, and with Liger where it
     ... --batch 1 --context 8192 --documents 1024       # the same tokens, packed documents of 1024 tokens on average
 
   eager, compile, patched, liger     torch's fused AdamW and clipping
-  tilewright, tilewright_compile     patched, with `tilewright.optim`: AdamW and clipping; compiled besides
+  tilewright, tilewright_compile     patched, with `tilewright.optim.AdamW`, which clips in its step; compiled besides
 
 `loss_curves.py` judges and draws what is written here.
 Every contestant runs in a process of its own, because Liger changes transformers' classes and memory is a process'.
@@ -73,15 +73,15 @@ def prepared(contestant, model):
 
 def finisher(contestant, model, lr):
     """What follows a backward: clipping and the optimizer's step."""
-    params = [*model.parameters()]
-    on_gpu = params[0].is_cuda
-    own = contestant in OWN
-    clip = tilewright.optim.clip_grad_norm_ if own else nn.utils.clip_grad_norm_
-    kind, fused = (tilewright.optim.AdamW, {}) if own else (torch.optim.AdamW, {"fused": on_gpu})
-    optimizer = kind(params, lr=lr, betas=(0.9, 0.95), **fused)
+    params, betas = [*model.parameters()], (0.9, 0.95)
+    if contestant in OWN:
+        optimizer = tilewright.optim.AdamW(params, lr=lr, betas=betas, max_grad_norm=1.0)
+    else:
+        optimizer = torch.optim.AdamW(params, lr=lr, betas=betas, fused=params[0].is_cuda)
 
     def finish():
-        clip(params, 1.0)
+        if contestant not in OWN:
+            nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
