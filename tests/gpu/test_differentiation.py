@@ -38,6 +38,8 @@ LARGER = {
     "sparsemax": ROWS,
     "dropout": {**ROWS, "p": 0.5, "residual": True},
     "apply_rope": {"B": 1, "S": 64, "H": 4, "H_kv": 2, "D": 64},
+    "qk_norm_rope": {"B": 1, "S": 64, "H": 4, "H_kv": 2, "D": 64},
+    "hadamard_transform": ROWS,
     "matmul": PRODUCT,
     "bmm": {"B": 2, **PRODUCT},
     "grouped_matmul": {"G": 2, **PRODUCT},
