@@ -67,7 +67,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         wrong = {
             "temperature": (self.temperature, "at least 0", 0 <= self.temperature < inf),
-            "top_k": (self.top_k, "at least 0; 0 keeps all tokens", self.top_k >= 0),
+            "top_k": (self.top_k, "from 0, which keeps all tokens, to 2^31 - 1", 0 <= self.top_k < 1 << 31),
             "top_p": (self.top_p, "in (0, 1]; 1 keeps all tokens", 0 < self.top_p <= 1),
             "min_p": (self.min_p, "in [0, 1]", 0 <= self.min_p <= 1),
             "max_tokens": (self.max_tokens, "at least 1", self.max_tokens >= (not self.prompt_logprobs)),

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch import BadInput, Cost, Sample, Workload
 from tilewright.ops import rows
@@ -31,12 +32,19 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Forward reads logits and targets.  Backward reads logits and writes their gradient."""
+    """Forward reads logits and targets.  Backward reads logits and writes their gradient.  Nothing reads ignored rows."""
     logits, target = sample.args
     small = rows.nbytes(target, *sample.kwargs.values())
-    if direction == "fwd":
-        return Cost(4 * logits.numel(), rows.nbytes(logits) + small, 8 * target.numel())
-    return Cost(4 * logits.numel(), rows.nbytes(logits) + small, rows.nbytes(logits))
+    kept = _kept(target, sample.kwargs.get("ignore_index", -100)) * logits.shape[-1]
+    read = kept * logits.element_size() + small
+    return Cost(4 * kept, read, 8 * target.numel() if direction == "fwd" else rows.nbytes(logits))
+
+
+def _kept(target: Tensor, ignore_index: int) -> int:
+    """Rows that are not ignored; all of targets without data."""
+    if target.is_meta or is_fake(target):
+        return target.numel()
+    return int((target != ignore_index).sum())
 
 
 _LLAMA = {"M": 4096, "N": 128256}
