@@ -32,7 +32,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Forward reads logits and targets.  Backward reads logits and writes their gradient.  Nothing reads ignored rows."""
+    """Forward reads logits and targets, backward logits, whose gradient it writes.  Nothing reads ignored rows."""
     logits, target = sample.args
     small = rows.nbytes(target, *sample.kwargs.values())
     kept = _kept(target, sample.kwargs.get("ignore_index", -100)) * logits.shape[-1]
