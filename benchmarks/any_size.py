@@ -18,7 +18,7 @@ a shorter one, and `--ops` takes the problems of these ops from the same list.  
 L2, interleaved, checked before and after; `seed` stands in `params` of its row.
 
 The mix, in `any_size_recipes.py`, `any_size_attention.py` and `any_size_parts.py`:
-  ops         all, in cycles of 120: matmul and fmha six times, scaled_matmul four, grouped, varlen and weight_only
+  ops         all, in cycles of 123: matmul and fmha six times, scaled_matmul four, grouped, varlen and weight_only
               three
   models      40 public configurations, equally often, on 1, 2, 4 or 8 GPUs: half of all draws on one
               (`any_size_models.json`, with sources)

@@ -35,12 +35,12 @@ def cost(sample: Sample, direction: str) -> Cost:
     """Forward reads logits and targets, backward logits, whose gradient it writes.  Nothing reads ignored rows."""
     logits, target = sample.args
     small = rows.nbytes(target, *sample.kwargs.values())
-    kept = _kept(target, sample.kwargs.get("ignore_index", -100)) * logits.shape[-1]
-    read = kept * logits.element_size() + small
-    return Cost(4 * kept, read, 8 * target.numel() if direction == "fwd" else rows.nbytes(logits))
+    elements = _rows_read(target, sample.kwargs.get("ignore_index", -100)) * logits.shape[-1]
+    nbytes = elements * logits.element_size() + small
+    return Cost(4 * elements, nbytes, 8 * target.numel() if direction == "fwd" else rows.nbytes(logits))
 
 
-def _kept(target: Tensor, ignore_index: int) -> int:
+def _rows_read(target: Tensor, ignore_index: int) -> int:
     """Rows that are not ignored; all of targets without data."""
     if target.is_meta or is_fake(target):
         return target.numel()
