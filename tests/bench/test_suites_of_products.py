@@ -14,6 +14,7 @@ OPS = {
         "cast_to_blocks",
         "dequantize",
         "dequantize_blocks",
+        "hadamard_transform",
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",
         "per_tensor_cast_to_fp8",
