@@ -35,9 +35,13 @@ def send(page, text):
     return page.value(TURNS)
 
 
-def test_a_chat_until_its_context_is_full(running, page):
-    page.open(f"http://127.0.0.1:{running.port}/#key={KEY}")
+def opened(page, running, key):
+    page.open(f"http://127.0.0.1:{running.port}/#key={key}")
     page.wait('document.activeElement.id === "text"')  # one may type at once; the focus comes behind the load
+
+
+def test_a_chat_until_its_context_is_full(running, page):
+    opened(page, running, KEY)
     turns = send(page, "hello")
     assert [kind for kind, _ in turns] == ["user", "assistant"] and turns[0][1] == "hello"
     assert len(turns[1][1]) == 128 - len("user:hello;"), "a letter for each token that there is room for"
@@ -51,7 +55,7 @@ def test_a_chat_until_its_context_is_full(running, page):
 
 
 def test_lines_blanks_and_a_wrong_key(running, page):
-    page.open(f"http://127.0.0.1:{running.port}/#key=wrong")
+    opened(page, running, "wrong")
     page.type(" ")
     page.press_enter()
     assert page.value(TURNS) == [], "blanks are not sent"
