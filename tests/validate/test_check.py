@@ -25,6 +25,7 @@ NAMES = {
     "empty",
     "out",
     "opcheck",
+    "symbolic_sizes",
     "determinism",
     "batch_invariance",
     "poison",

@@ -165,9 +165,8 @@ class AdamW(torch.optim.AdamW):
         """The step of the parameters of one group and device; the launches beside theirs are one a list."""
         states = [self.state[p] for p in params]
         steps = [state["step"] for state in states]
-        grad_scale, found_inf = (
-            None if t is None else t.to(device, torch.float32) for t in (grad_scale, getattr(self, "found_inf", None))
-        )
+        found_inf: Any = getattr(self, "found_inf", None)
+        grad_scale, found_inf = (None if t is None else t.to(device, torch.float32) for t in (grad_scale, found_inf))
         options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
         options |= {"lr": _on_device(group["lr"], device), "grad_scale": grad_scale, "found_inf": found_inf}
         torch._foreach_add_(steps, 1)
