@@ -23,7 +23,7 @@ def test_a_row_is_summed_in_the_layout_of_the_plain_norm(rows, n, warps, dtype):
         torch.empty(n // 128, 64, device="meta").mT,
     )
     unit = 16 // dtype.itemsize
-    plain, _ = lines(_rms_norm_kernel, (x, x, weight, 64, n, n, 1e-6, 0.0), (False, rows, block), warps)
+    plain, _ = lines(_rms_norm_kernel, (x, x, weight, 64, n, n, 1e-6, 0.0), (False, rows, block, False), warps)
     fused, shared = lines(
         _rms_norm_fp8_kernel,
         (q, scales, None, x, None, weight, 64, n, 64, n, 0, n // unit, 64, 0, 1e-6, 0.0),
