@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tilewright.cli.prepare import prepare
+
 DraftModelOption = Annotated[
     str | None,
     typer.Option(
@@ -24,12 +26,10 @@ def load_draft(name: str | None, tokenizer: Any, device: str, *, fp8: bool) -> A
     """
     if name is None:
         return None
-    from tilewright import patch
     from tilewright.assistant import load
     from tilewright.engine.loading import check_draft_tokenizer
 
     loaded = load.load(name, device=device)
     check_draft_tokenizer(loaded.tokenizer, tokenizer)
-    if device.startswith("cuda"):
-        patch(loaded.model, fp8=fp8)
+    prepare(loaded.model, device, fp8=fp8, quantize=None)
     return loaded.model

@@ -8,6 +8,7 @@ from tilewright.dispatch.backends import module_exists
 from tilewright.engine.model import PagedModel
 from tilewright.errors import InputError
 from tilewright.models import patch, quantize_
+from tilewright.models.quantise import check_format
 
 
 def load(
@@ -16,9 +17,12 @@ def load(
     """Model and tokenizer of a folder, or of a name on the Hugging Face Hub; on a GPU the model is patched.
 
     Weights go straight to the device where accelerate is installed, else through the host's memory.
+    Raises InputError for an unknown format, before anything is loaded.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if quantize is not None:
+        check_format("Engine: quantize", quantize, calibrated=False)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     direct = {"device_map": {"": place}} if module_exists("accelerate") else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **direct).to(place).eval()

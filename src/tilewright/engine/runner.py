@@ -136,10 +136,9 @@ class Runner:
             return step._replace(tokens=batch + drafts, batch=batch, drafts=drafts)
         batch = min(size for size in (1, 8, 64, self.sizes.max_batch) if step.batch <= size <= self.sizes.max_batch)
         tokens = max(_FEWEST, _rounded(max(step.tokens, batch + 1)))
-        fits = tokens <= min(_MOST, self.sizes.step_tokens)
-        return (
-            step._replace(tokens=tokens, batch=batch) if fits and not step.drafts and self._captures_prompts else None
-        )
+        if step.drafts or not self._captures_prompts or tokens > min(_MOST, self.sizes.step_tokens):
+            return None
+        return step._replace(tokens=tokens, batch=batch)
 
     def _capture(self, step: Step) -> bool:
         """Have the graph of `step`; False where steps are launched one by one.

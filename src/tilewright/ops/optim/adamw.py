@@ -9,7 +9,6 @@ from tilewright.dispatch import Contract, Cost, RawOp, Sample, call, dispatch, r
 from tilewright.dispatch.bucket import row_bucket
 from tilewright.dispatch.raw import OutputSpec
 from tilewright.dispatch.targets import several
-from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.optim import adamw_samples
 from tilewright.ops.optim.adamw_checks import (
@@ -19,6 +18,7 @@ from tilewright.ops.optim.adamw_checks import (
     check_scalar,
     check_states,
 )
+from tilewright.ops.optim.adamw_step import numbers_of, stepped_weight
 from tilewright.ops.optim.memory import is_dense
 from tilewright.ops.optim.rounding import random_words, round_stochastically
 
@@ -104,14 +104,10 @@ def _raw_arguments(tensors: tuple[Any, ...], lr: Tensor | float, betas: Any, *nu
     """The arguments of the raw op.   tensors: all of them but the learning rate.   numbers: what follows betas."""
     param, grad, exp_avg, exp_avg_sq, step, seed, grad_scale, found_inf = tensors
     eps, weight_decay, maximize, copy_dtype = numbers
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise InputError(f"{OP}: betas is {betas!r}; needs two numbers in [0, 1).")
-    if not isinstance(param, Tensor):
-        raise InputError(f"{OP}: param is a {type(param).__name__}; needs a torch.Tensor.")
-    rate, number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
+    rate, (number, beta1, beta2) = numbers_of(OP, param, lr, betas)
     return AdamwArgs(
         param, grad, exp_avg, exp_avg_sq, step, seed, rate, grad_scale, found_inf,
-        number, betas[0], betas[1], eps, weight_decay, maximize, copy_dtype or param.dtype,
+        number, beta1, beta2, eps, weight_decay, maximize, copy_dtype or param.dtype,
     )  # fmt: skip
 
 
@@ -140,16 +136,12 @@ def reference(
 
 def _stepped(args: AdamwArgs) -> tuple[Tensor, ...]:
     kind = rows.accumulate_dtype(args.param.dtype)
-    weight, m, v, g = (t.to(kind) for t in (args.param, args.exp_avg, args.exp_avg_sq, args.grad))
+    m, v, g = (t.to(kind) for t in (args.exp_avg, args.exp_avg_sq, args.grad))
     g = g if args.grad_scale is None else g / args.grad_scale.to(kind).view(())
     g = -g if args.maximize else g
     m = m + (g - m) * (1 - args.beta1)
     v = v * args.beta2 + g * g * (1 - args.beta2)
-    step = args.step.view(()).to(torch.float64)
-    correction1, correction2 = ((1 - beta**step).to(kind) for beta in (args.beta1, args.beta2))
-    lr = weight.new_full((), args.lr) if args.rate is None else args.rate.to(kind).view(())
-    weight = weight - lr * args.weight_decay * weight
-    weight = weight - lr / correction1 * m / (v.sqrt() / correction2.sqrt() + args.eps)
+    weight = stepped_weight(args, m, v)
     results = (
         _stored(args, args.param, weight, stream=0, shift=0),
         _stored(args, args.exp_avg, m, stream=0, shift=16),

@@ -9,7 +9,6 @@ from tilewright.dispatch import Contract, Cost, RawOp, Sample, call, dispatch, r
 from tilewright.dispatch.bucket import row_bucket
 from tilewright.dispatch.raw import OutputSpec
 from tilewright.dispatch.targets import several
-from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.optim import adamw_8bit_samples as samples
 from tilewright.ops.optim.adamw_checks import (
@@ -19,6 +18,7 @@ from tilewright.ops.optim.adamw_checks import (
     check_parameter,
     check_scalar,
 )
+from tilewright.ops.optim.adamw_step import numbers_of, stepped_weight
 from tilewright.ops.optim.dynamic_map import BLOCK, from_codes, to_codes
 from tilewright.ops.optim.memory import is_dense
 from tilewright.ops.optim.rounding import random_words, round_stochastically
@@ -103,14 +103,10 @@ def _raw_arguments(tensors: tuple[Any, ...], lr: Tensor | float, betas: Any, *nu
     """The arguments of the raw op.   tensors: all of them but the learning rate.   numbers: what follows betas."""
     param, grad, m, m_scale, v, v_scale, step, seed, grad_scale, found_inf = tensors
     eps, weight_decay, maximize, copy_dtype = numbers
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise InputError(f"{OP}: betas is {betas!r}; needs two numbers in [0, 1).")
-    if not isinstance(param, Tensor):
-        raise InputError(f"{OP}: param is a {type(param).__name__}; needs a torch.Tensor.")
-    rate, number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
+    rate, (number, beta1, beta2) = numbers_of(OP, param, lr, betas)
     return Adamw8bitArgs(
         param, grad, m, m_scale, v, v_scale, step, seed, rate, grad_scale, found_inf,
-        number, betas[0], betas[1], eps, weight_decay, maximize, copy_dtype or param.dtype,
+        number, beta1, beta2, eps, weight_decay, maximize, copy_dtype or param.dtype,
     )  # fmt: skip
 
 
@@ -152,12 +148,7 @@ def _stepped(args: Adamw8bitArgs) -> tuple[Tensor, ...]:
     m = m + (g - m) * (1 - args.beta1)
     v = v * args.beta2 + g * g * (1 - args.beta2)
 
-    step = args.step.view(()).to(torch.float64)
-    correction1, correction2 = ((1 - beta**step).to(kind) for beta in (args.beta1, args.beta2))
-    weight = args.param.to(kind)
-    lr = weight.new_full((), args.lr) if args.rate is None else args.rate.to(kind).view(())
-    weight = weight - lr * args.weight_decay * weight
-    weight = weight - lr / correction1 * m.to(kind) / (v.to(kind).sqrt() / correction2.sqrt() + args.eps)
+    weight = stepped_weight(args, m.to(kind), v.to(kind))
     if args.seed is not None and args.param.dtype == torch.bfloat16:
         words = random_words(args.param.contiguous(), args.seed, 2 * args.step.to(torch.int64))
         weight = round_stochastically(weight, words & 0xFFFF)
